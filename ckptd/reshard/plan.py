@@ -141,7 +141,7 @@ class Target:
         """The byte ranges that follow from the tables."""
         per_rank = {o.tensor for o in self.objects if o.per_rank}
         ranked = frozenset(i for i, t in enumerate(self.tensors) if t.name in per_rank)
-        grids = [g.grid() for g in self.grids]
+        grids = [g.grid for g in self.grids]
         return FileMap(self.tensors, grids, [Owners(r) for r in self.owners], ranked)
 
     @cached_property

@@ -318,7 +318,7 @@ class FileMap:
         try:
             return FileMap(
                 manifest.tensors,
-                [g.grid() for g in manifest.grids],
+                [g.grid for g in manifest.grids],
                 [Owners(r) for r in manifest.owners],
                 ranked,
                 [f.rank for f in manifest.files],

@@ -7,6 +7,7 @@ the manifest grows with tensors plus files and never with their product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -88,7 +89,7 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.path.rpartition("/")[0] + "/"
 
 
-class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """Runs ``[cell size, count]`` per dimension; `flat` likewise: none, one, or one a cell."""
 
     axes: tuple[Runs2, ...]
@@ -99,6 +100,7 @@ class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the entry that represents `grid`."""
         return GridEntry(tuple(a.runs for a in grid.axes), tuple(a.runs for a in grid.flat))
 
+    @cached_property
     def grid(self) -> Grid:
         """Return the grid; raises ValueError when it breaks a rule."""
         return Grid(tuple(Axis(r) for r in self.axes), tuple(Axis(r) for r in self.flat))

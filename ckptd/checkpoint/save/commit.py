@@ -42,7 +42,7 @@ from ckptd.checkpoint.format.manifest import (
 )
 from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path
 from ckptd.checkpoint.format.records import Commit
-from ckptd.checkpoint.format.witness import DATA, WitnessPlan
+from ckptd.checkpoint.format.witness import DATA
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.root.leases import hold
@@ -565,11 +565,10 @@ def finish_attempt(
     folder = save.folder
     check_plans(parts, plan)
     _check_replicas(source, folder, parts)
-    over = WitnessPlan.over(plan.tensors)
     if parts[0].digests:
-        witness = WitnessEntry(DATA, "") if over.total else None
+        witness = WitnessEntry(DATA, "") if plan.witness.total else None
     else:
-        witness = write_witness(target, folder, over, parts, lambda p: f"rank {p.rank}")
+        witness = write_witness(target, folder, plan.witness, parts, lambda p: f"rank {p.rank}")
     return assemble(plan, parts, save, witness)
 
 

@@ -239,7 +239,7 @@ def drain(
         What went wrong.
     """
     total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
-    small = rank_plan.is_small(total)
+    small = total <= rank_plan.small_bytes
     # To find what did not change in so little costs more than to write it.
     unchanged = None if small else unchanged
 
@@ -403,18 +403,9 @@ class _Writing(msgspec.Struct, frozen=True):
         def progress(done: int) -> None:
             self.progress(done + elsewhere, len(data))
 
-        rank, small = self.plan.rank, self.plan.is_small(len(data))
-        return write_file(
-            self.store,
-            self.save,
-            rank,
-            file,
-            source,
-            wait,
-            progress,
-            small=small,
-            beside=self.beside,
-        )
+        how = self.store, self.save, self.plan.rank, file, source, wait, progress
+        small = len(data) <= self.plan.small_bytes
+        return write_file(*how, small=small, beside=self.beside)
 
 
 def write_file(

@@ -147,9 +147,12 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def filemap(self) -> FileMap:
         """The byte ranges that follow from the tables."""
-        return FileMap(
-            self.tensors, [g.grid() for g in self.grids], [Owners(r) for r in self.owners]
-        )
+        return FileMap(self.tensors, [g.grid for g in self.grids], [Owners(r) for r in self.owners])
+
+    @cached_property
+    def witness(self) -> WitnessPlan:
+        """Which values of its tensors the witness has."""
+        return WitnessPlan.over(self.tensors)
 
     def stamped(self) -> SavePlan:
         """Return the plan with its digest."""
@@ -403,7 +406,7 @@ class _Placing:
     ) -> _Placed | None:
         """Place one copy of the shards; None where some are with ranks that lack the tensor."""
         if cut.mesh is None or cut.grid is not None:
-            grid = (cut.grid or GridEntry(())).grid()
+            grid = (cut.grid or GridEntry(())).grid
             files = _laid_owners(tensor, cut.owners, holders)
         else:
             shape, ranks = cut.mesh.shape, mesh_array(cut.mesh)
@@ -675,11 +678,8 @@ class RankPlan:
         )
         self.is_alone = plan.world == 1
         """Whether no other rank writes: then nothing is to be gathered."""
-        self._is_plain = self.is_alone and in_one_piece(plan.owners)
-
-    def is_small(self, data_bytes: int) -> bool:
-        """Tell whether one data file holds all: no digest index and no witness beside it."""
-        return self._is_plain and data_bytes <= INLINE_BYTES
+        self.small_bytes = INLINE_BYTES if self.is_alone and in_one_piece(plan.owners) else -1
+        """Up to how many bytes one data file holds all: no digest index, no witness beside it."""
 
     def witness(self, data: memoryview) -> tuple[bytes, bytes]:
         """Return the slots this rank sees and their values, for a complete data section."""

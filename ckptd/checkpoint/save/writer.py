@@ -384,7 +384,7 @@ class SaveWriter:
         Several ranks may share the host, and none knows of the others: so it is an eighth.
         """
         path = self._store.local_path(file_key(save.folder, plan.rank))
-        small = plan.is_small(plan.data_bytes)
+        small = plan.data_bytes <= plan.small_bytes
         if path is None or not (small or plan.data_bytes < available_bytes() // 8):
             return
         until: float | None = None

@@ -16,6 +16,7 @@ from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import reach_of
 from ckptd.base.runtime import launched
 from ckptd.base.runtime.memory import Pages, mappings, read_memory
+from ckptd.base.runtime.pool import batches
 from ckptd.base.torch.device import has_streams, kind_of
 from ckptd.base.torch.tensors import WORDS, as_bytes, bytes_at
 from ckptd.checkpoint.format.container import ChunkRef
@@ -28,7 +29,6 @@ from ckptd.checkpoint.torch.feed import (
     CopyMark,
     CopyStep,
     StridedWindow,
-    grouped,
 )
 from ckptd.checkpoint.torch.layouts import LayoutSave
 from ckptd.checkpoint.torch.memorywatch import MemorySpan, Resizes, SpanWatch
@@ -193,6 +193,12 @@ class CopyForm:
     def late_on_host(self) -> list[int]:
         """Numbers of the steps that a thread copies on the host."""
         return self._on_host(late=True)
+
+    @cached_property
+    def late_groups(self) -> list[list[int]]:
+        """`late_on_host`, in groups after which progress is reported."""
+        steps = self.steps
+        return [*batches(self.late_on_host, lambda n: steps[n].end - steps[n].start, REPORT_BYTES)]
 
     def _on_host(self, *, late: bool) -> list[int]:
         return [
@@ -497,8 +503,7 @@ class Snapshot:
 
     def _host_groups(self) -> list[CopyGroup]:
         lane = _HostLane(self._slot, self._live)
-        late, most = self._form.late_on_host, len(self._steps)
-        groups = list(grouped(lane, self._steps, late, REPORT_BYTES, most))
+        groups = [CopyGroup(lane, numbers) for numbers in self._form.late_groups]
         if (samples := self._samples) is not None:
             groups.append(CopyGroup(lane, (), lambda: self._sample_on_host(samples, late=True)))
         return groups

@@ -124,7 +124,7 @@ class DcpPlace:
         chosen, plain = ChosenTensors(assembled, expected), plain_names(assembled)
         for number, t in enumerate(made.tensors):
             if t.name not in encoded:
-                grid, owners = made.grids[t.grid].grid(), Owners(made.owners[t.owners])
+                grid, owners = made.grids[t.grid].grid, Owners(made.owners[t.owners])
                 aliases = tuple(map(plain, t.aliases))
                 chosen.add(plain(t.name), number, grid, owners, t.base, aliases)
         stepless = list(_without_steps(assembled)) if keys else []

@@ -227,7 +227,7 @@ def whole_tensor(assembled: Assembled, number: int, what: str) -> Grid:
         kind ``lay-rule``: the layout cuts it.
     """
     tensor = assembled.target.tensors[number]
-    found, grid = assembled.target.grids[tensor.grid].grid(), whole(tensor.shape)
+    found, grid = assembled.target.grids[tensor.grid].grid, whole(tensor.shape)
     if found != grid:
         raise UsageError(
             f"{what} holds whole tensors",

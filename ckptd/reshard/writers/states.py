@@ -256,7 +256,7 @@ def _raws(assembled: Assembled) -> dict[str, Any]:
         if not entry.tensor:
             continue
         number = numbers[entry.tensor]
-        grid = target.grids[target.tensors[number].grid].grid()
+        grid = target.grids[target.tensors[number].grid].grid
         made = [target.feeds[number](piece).literal for piece in range(grid.npieces)]
         if all(made):
             raws[entry.name] = [literal() for literal in made if literal is not None]

@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch
 from torch.optim import Optimizer
 
+HOSTED = "param_d2h_map"
+"""Attribute of an optimizer that keeps its masters on the host."""
 _VIEW = "_ckptd_hosted"
 """Where a wrapper keeps its view: kept elsewhere, each would keep the other for ever."""
 
@@ -52,7 +54,7 @@ class HostedOptimizer(Optimizer):
         Groups that were added since it was asked for last are in it.
         """
         known = getattr(wrapper, "__dict__", {})
-        masters, by_parameter = known.get("param_d2h_map"), known.get("optim_dict")
+        masters, by_parameter = known.get(HOSTED), known.get("optim_dict")
         if not isinstance(masters, Mapping) or not isinstance(by_parameter, Mapping):
             return None
         on_device = known.get("d_opt")

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
-from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
+from ckptd.checkpoint.torch.state.hosted import HOSTED, HostedOptimizer
 from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace
 from ckptd.checkpoint.torch.state.objects import DICTS, replace_in_place
 from ckptd.errors import UsageError
@@ -72,7 +72,8 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> tuple[Any, Any]:
     known = {id(o) for o in others}
     seen, speaker = [value], None
     while True:
-        if (hosted := HostedOptimizer.of(value)) is not None:
+        hosts = HOSTED in getattr(value, "__dict__", ())
+        if hosts and (hosted := HostedOptimizer.of(value)) is not None:
             return hosted, None
         inner = [i for i in _inside(value) if not any(i.value is s for s in seen)]
         own = _params(value)
