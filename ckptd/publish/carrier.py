@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.checkpoint.save.arena import Slot
-from ckptd.publish.link import MappedVersion, ServerLink
+from ckptd.publish.link import MappedVersion, ServerLink, VersionMemory
 from ckptd.publish.messages import BlockRead, PublishedTensor
 
 U8 = NDArray[np.uint8]
@@ -36,7 +36,7 @@ class SlotReader(Protocol):
     def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
         """Return the server's answer to a question."""
 
-    def map(self, number: int) -> MappedVersion:
+    def map(self, number: int) -> VersionMemory:
         """Return the memory of a version."""
 
     def reads(

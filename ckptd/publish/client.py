@@ -22,6 +22,7 @@ from ckptd.publish.messages import (
     REPLY,
     AskSlot,
     Opening,
+    PlaceLost,
     ServerEntry,
     ServerReady,
     ServerStop,
@@ -48,7 +49,7 @@ class PublishClient(OfOneProcess):
     ----------
     lost
         Called by a thread of this client when the leader will never give a version to workers: it
-        does not answer, or this server is gone.
+        does not answer, or this server is gone; or, with its error, has lost the store.
     settled
         Called by that thread on rank 0 when a version is whole, or never will be.
 
@@ -61,13 +62,14 @@ class PublishClient(OfOneProcess):
     def __init__(
         self,
         opening: Opening,
-        lost: Callable[[int], None],
+        lost: Callable[[int, CkptdError | None], None],
         settled: Callable[[int, bool], None],
     ) -> None:
         self._lost = lost
         self._settled = settled
         self.silent = False
-        self._start_s = _START_S + (most_listen_s(opening) if opening.port else 0.0)
+        waits = opening.port or opening.to
+        self._start_s = _START_S + (most_listen_s(opening) if waits else 0.0)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         # A session of its own, as a writing process: it outlives a trainer that is interrupted.
@@ -174,7 +176,9 @@ class PublishClient(OfOneProcess):
                 if isinstance(message, VersionKnown):
                     self._unknown.discard(message.number)
                     if not message.good:
-                        self._lost(message.number)
+                        self._lost(message.number, None)
+                elif isinstance(message, PlaceLost):
+                    self._lost(0, CkptdError.from_dict(message.error))
                 elif isinstance(message, VersionSettled):
                     self._settled(message.number, message.whole)
                 elif message is not None:
@@ -182,7 +186,7 @@ class PublishClient(OfOneProcess):
         self._answers.put(None)
         if not self._closed:
             for number in sorted(self._unknown):  # ranks may wait for these
-                self._lost(number)
+                self._lost(number, None)
 
     def close(self) -> None:
         """Order the server to end as soon as no worker holds a version. Idempotent."""

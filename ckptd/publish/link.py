@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -309,6 +309,17 @@ class ServerLink:
             self._connection.release()
 
 
+class VersionLeader(Protocol):
+    """Answers for a publisher: rank 0's server, or a store."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is gone."""
+
+    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
+        """Return the answer to a question."""
+
+
 class VersionHold:
     """A version that the leader keeps for a worker while it pulls.
 
@@ -325,7 +336,7 @@ class VersionHold:
         Whether it was there.
     """
 
-    def __init__(self, leader: ServerLink, number: int) -> None:
+    def __init__(self, leader: VersionLeader, number: int) -> None:
         self._leader = leader
         self._number = number
         self._lock = threading.Lock()
@@ -350,6 +361,17 @@ class VersionHold:
             self._next = math.inf  # the leader is gone, or does not answer
         finally:
             self._lock.release()
+
+
+class VersionMemory(Protocol):
+    """Memory that a version is in, to be read only."""
+
+    number: int
+    data: U8
+
+    @property
+    def intact(self) -> bool:
+        """Whether the version is still there, whole."""
 
 
 class MappedVersion:

@@ -25,6 +25,12 @@ _SECRET_FILE = "publisher-secret"
 _MOST_BYTES = 32 << 10
 
 
+def is_store(at: str | os.PathLike[str]) -> bool:
+    """Whether a place is one in a store, and no folder to meet in."""
+    text = os.fspath(at)
+    return "://" in text and not text.startswith("tcp://")
+
+
 @dataclass(frozen=True)
 class MeetingPlace:
     """Where a publisher and its workers find each other.
@@ -83,6 +89,7 @@ class MeetingPlace:
                 "invalid address of a publisher",
                 wanted="a folder shared by all nodes, or tcp://HOST:PORT",
                 found=text[:200],
+                hint="Publisher(to=...) takes URLs of stores",
             )
         folder = Path(text)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

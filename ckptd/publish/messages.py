@@ -74,6 +74,10 @@ class Opening(_Order, frozen=True, tag="opening"):
         Address of the interface; `port` 0 takes any that is free.
     folder
         Of the Unix socket; empty for none.
+    to
+        URL of a store that versions are written to; empty for none.
+    anchors
+        See `ckptd.publish.stored.StoreDesk`: every, and keep.
     """
 
     epoch: str
@@ -86,6 +90,8 @@ class Opening(_Order, frozen=True, tag="opening"):
     slots: int
     lease_s: float
     linger_s: float
+    to: str = ""
+    anchors: tuple[int, int] = (0, 0)
 
 
 def most_listen_s(opening: Opening) -> float:
@@ -200,7 +206,13 @@ class VersionSettled(_Reply, frozen=True, tag="settled"):
     whole: bool
 
 
-REPLY = ServerReady | SlotAnswer | VersionKnown | VersionSettled
+class PlaceLost(_Reply, frozen=True, tag="lost"):
+    """To rank 0: another publisher has the store; an error as `CkptdError.to_dict` has it."""
+
+    error: dict[str, str | None]
+
+
+REPLY = ServerReady | SlotAnswer | VersionKnown | VersionSettled | PlaceLost
 
 
 # --- workers and servers --------------------------------------------------------------------------
@@ -250,6 +262,33 @@ class AskDrop(_Question, frozen=True, tag="drop"):
     """A rank's server to the leader: a version will not be whole."""
 
     number: _Number
+
+
+class StoredShare(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the objects that have a rank's share in a version, 0 where there is none.
+
+    With digests of the digests of its blocks, and of the object that has its tensors.
+    """
+
+    full: _Number
+    delta: _Number
+    digests: bytes
+    described: bytes
+
+
+class AskStore(_Question, frozen=True, tag="store"):
+    """A rank's server to the leader: what is to be written above a version. By `StoreOrder`."""
+
+    than: _Number
+    wait_s: Annotated[float, Meta(ge=0, le=60)]
+
+
+class AskStored(_Question, frozen=True, tag="stored"):
+    """A rank's server to the leader: its share is written; or it could not be."""
+
+    rank: _Number
+    number: _Number
+    share: StoredShare | None
 
 
 class AskTensors(_Question, frozen=True, tag="tensors"):
@@ -332,6 +371,8 @@ QUESTION = msgpack_decoder(
     | AskRelease
     | AskCommit
     | AskDrop
+    | AskStore
+    | AskStored
     | AskTensors
     | AskMap
     | AskChanged
@@ -384,6 +425,15 @@ class HoldAnswer(_Answer, frozen=True, tag="held"):
     lease_s: float = 0.0
 
 
+class StoreOrder(_Answer, frozen=True, tag="order"):
+    """A version to be written, number 0: none yet; since which one, and whether all of it."""
+
+    number: _Number
+    base: _Number = 0
+    full: bool = False
+    generation: _Number = 0
+
+
 class TensorPlaces(_Answer, frozen=True, tag="places"):
     """Type, first byte and elements of each tensor asked for; an empty type where there is none."""
 
@@ -432,6 +482,7 @@ ANSWER = msgpack_decoder(
     | ServerList
     | Newest
     | HoldAnswer
+    | StoreOrder
     | TensorPlaces
     | Mapped
     | ChangedBlocks

@@ -36,7 +36,7 @@ from ckptd.lay.local import local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.values import Values
 from ckptd.publish.carrier import SlotReader
-from ckptd.publish.link import Arrived, MappedVersion, ReadRequest, ServerLink
+from ckptd.publish.link import Arrived, ReadRequest, ServerLink, VersionMemory
 from ckptd.publish.messages import (
     AskChanged,
     AskTensors,
@@ -266,6 +266,11 @@ class PullPlan:
         """Ranks of the publisher that something is taken of."""
         return self._takings.givers
 
+    def spans(self, giver: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Yield tensors of a rank, with first element and end of each part that is taken."""
+        for found in self._takings.of(giver):
+            yield found.segment.source, [p.block.source_span for p in found.segment.pieces]
+
     def stage(
         self,
         number: int,
@@ -348,7 +353,7 @@ class PullPlan:
         for giver in now:
             into, room = room[: giver.staged_bytes], room[giver.staged_bytes :]
             pulls.append(partial(giver.pull, number, into, stop))
-        for share in _in_lanes(pulls, stop):
+        for share in in_lanes(pulls, stop):
             staged.add(share)
         return staged
 
@@ -360,14 +365,14 @@ class PullPlan:
             tensor.begin()
         report = PullReport(staged_bytes=sum(q.scale_bytes for q in quantized))
         stop = threading.Event()
-        for done in _in_lanes([partial(g.measure, number, stop) for g in givers], stop):
+        for done in in_lanes([partial(g.measure, number, stop) for g in givers], stop):
             report += done
         for tensor in quantized:
             tensor.settle()
         return report
 
 
-def _in_lanes(calls: Sequence[Callable[[], T]], stop: threading.Event) -> list[T]:
+def in_lanes(calls: Sequence[Callable[[], T]], stop: threading.Event) -> list[T]:
     """Return what calls return that are made at the same time; the first error ends all of them."""
     with ThreadPoolExecutor(min(_LANES, max(1, len(calls))), "ckptd-pull") as lanes:
         made = [lanes.submit(call) for call in calls]
@@ -406,7 +411,7 @@ class StagedPull:
     fills: Sequence[TensorFills]
     step: Callable[[], object]
     parts: list[_Part] = field(default_factory=list)
-    mapped: list[MappedVersion] = field(default_factory=list)
+    mapped: list[VersionMemory] = field(default_factory=list)
     report: PullReport = field(default_factory=PullReport)
     changed: set[str] | None = None
     later: list[Callable[[], Iterator[_Share]]] = field(default_factory=list)
@@ -527,7 +532,7 @@ class _Share:
     """The data that came from one rank; see `StagedPull`."""
 
     parts: list[_Part] = field(default_factory=list)
-    mapped: list[MappedVersion] = field(default_factory=list)
+    mapped: list[VersionMemory] = field(default_factory=list)
     report: PullReport = field(default_factory=PullReport)
 
 
@@ -586,7 +591,7 @@ class _Giver:
         self._step = step
         self._incoming = incoming
         self._quantized = [quantized.get(i.tensor.name) for i in incoming]
-        self._mapping: MappedVersion | None = None
+        self._mapping: VersionMemory | None = None
         self.compared = False
         self.changed: set[str] = set()
         self.touched: set[str] = set()
@@ -795,7 +800,7 @@ class _Giver:
         report = PullReport(bytes_needed=self._bytes, bytes_unchanged=every - self._bytes)
         return _Share(report=report)
 
-    def _mapped(self, number: int) -> MappedVersion:
+    def _mapped(self, number: int) -> VersionMemory:
         """Return the slot of a version, which is whole."""
         if self._mapping is None or self._mapping.number != number:
             self._mapping = self._link.map(number)
@@ -803,7 +808,7 @@ class _Giver:
             raise CkptdError("a version is incomplete", kind="no-version", where=f"{number}")
         return self._mapping
 
-    def _memory(self, mapped: MappedVersion, at: int) -> ArrayMemory:
+    def _memory(self, mapped: VersionMemory, at: int) -> ArrayMemory:
         """Return the tensor in a slot that something comes from."""
         incoming = self._incoming[at]
         place, dtype = self._places[incoming.segment.source], self._dtype(incoming)

@@ -54,6 +54,8 @@ from ckptd.publish.messages import (
     AskRead,
     AskRelease,
     AskSlot,
+    AskStore,
+    AskStored,
     AskTensors,
     AskWhere,
     BlockRead,
@@ -62,6 +64,7 @@ from ckptd.publish.messages import (
     Mapped,
     Newest,
     Opening,
+    PlaceLost,
     PublishedAbout,
     PublishedTensor,
     PublishRefusal,
@@ -75,6 +78,8 @@ from ckptd.publish.messages import (
     SetTensors,
     SlotAnswer,
     SlotMemory,
+    StoredShare,
+    StoreOrder,
     TensorPlaces,
     VersionDropped,
     VersionKnown,
@@ -83,7 +88,16 @@ from ckptd.publish.messages import (
     VersionWhole,
     most_listen_s,
 )
+from ckptd.publish.stored import (
+    GONE_S,
+    ShareWriter,
+    StoreDesk,
+    StoredRank,
+    checked_place,
+    open_place,
+)
 from ckptd.publish.versions import VersionTable
+from ckptd.store.base import Store
 
 U8 = NDArray[np.uint8]
 
@@ -93,6 +107,8 @@ _TICK_S = 0.5
 _GREETING_S = 10.0
 _SEND_S = 60.0
 _MOST_CONNECTIONS = 4096
+_ORDER_S = 5.0
+"""A rank's server asks for so long which version it is to store, in seconds."""
 
 _log = logging.getLogger("ckptd")
 
@@ -152,6 +168,9 @@ class PublishServer:
         self._unix = ""
         self._opening: Opening | None = None
         self._book = VersionTable(2, 1.0)
+        self._desk: StoreDesk | None = None
+        self._writer: ShareWriter | None = None
+        self._taker: ServerLink | None = None
 
     # --- the rank -------------------------------------------------------------------------------
 
@@ -252,10 +271,93 @@ class PublishServer:
         self._book = VersionTable(opening.slots, opening.lease_s)
         try:
             entry = self._listen(opening)
+            if opening.to:
+                self._begin_storing(opening, checked_place(open_place(opening.to)))
         except CkptdError as error:
             self._reply(ServerReady(None, error.to_dict()))
             return
         self._reply(ServerReady(entry))
+
+    # --- a store --------------------------------------------------------------------------------
+
+    def _begin_storing(self, opening: Opening, store: Store) -> None:
+        if self._leads:
+            self._desk = desk = StoreDesk(
+                store,
+                opening.epoch,
+                opening.world,
+                self._book,
+                lambda: self._about,
+                *opening.anchors,
+            )
+            desk.claim(most_listen_s(opening) + GONE_S)
+            threading.Thread(target=self._decide, args=(desk,), daemon=True).start()
+        threading.Thread(target=self._store_all, args=(opening, store), daemon=True).start()
+
+    def _decide(self, desk: StoreDesk) -> None:
+        """Have versions stored, until the trainer is gone or another publisher has the place."""
+        try:
+            desk.run(
+                lambda: math.isfinite(self._hold_until),
+                lambda: time.monotonic() >= self._hold_until,
+            )
+        except CkptdError as error:
+            _log.warning("nothing more is stored: %s", error.message)
+            self._reply(PlaceLost(error.to_dict()))
+
+    def _store_all(self, opening: Opening, store: Store) -> None:
+        """Write the share of this rank in each version that the leader says."""
+        step_back(LATER)
+        number = 0
+        while not self._ended.is_set():
+            try:
+                order = self._ordered(number)
+                if order.number:
+                    number = order.number
+                    self._stored(opening.rank, number, self._share(opening.rank, order, store))
+            except CkptdError as error:
+                _log.warning("a version is not stored: %s", error.message)
+                with contextlib.suppress(CkptdError):
+                    self._stored(opening.rank, number, None)
+                self._ended.wait(_TICK_S)
+
+    def _ordered(self, than: int) -> StoreOrder:
+        if self._desk is not None:
+            return self._desk.next(than, _TICK_S, self)
+        if self._leader is None:
+            self._ended.wait(_TICK_S)
+            return StoreOrder(0)
+        if self._taker is None or self._taker.lost:
+            proof = b"" if self._opening is None else self._opening.proof
+            self._taker = ServerLink.to(self._leader, proof, wait_s=_GREETING_S, role="rank")
+        return self._taker.ask(AskStore(than, _ORDER_S), StoreOrder, _ORDER_S + _GREETING_S)
+
+    def _stored(self, rank: int, number: int, share: StoredShare | None) -> None:
+        if self._desk is not None:
+            self._desk.done(rank, number, share)
+        elif self._taker is not None:
+            self._taker.ask(AskStored(rank, number, share), HoldAnswer)
+
+    def _share(self, rank: int, order: StoreOrder, store: Store) -> StoredShare:
+        """Write this rank's objects of a version, which the leader holds."""
+        number, base = order.number, order.base
+        with self._digested:
+            self._digested.wait_for(lambda: number not in self._pending)
+            digests = self._digests.get(number)
+            tensors = tuple(self._tensors.values())
+        with self.reading(number) as slot, self._lent(base) as old:
+            if digests is None:
+                raise _not_there(f"version {number}")
+            if self._writer is None:
+                described = StoredRank(slot.nbytes, tensors)
+                self._writer = ShareWriter(store, order.generation, rank, described)
+            since = None if old is None or old.sealed != base else old
+            share = self._writer.write(
+                order, slot.data, digests, None if since is None else since.data
+            )
+            if since is not None and since.sealed != base:
+                raise _not_there(f"version {base} was overwritten")
+        return share
 
     def _listen(self, opening: Opening) -> ServerEntry:
         sock = self._bound(opening)
@@ -446,6 +548,8 @@ class PublishServer:
             _Session(self, connection).run()
         finally:
             self._book.lose(connection)
+            if self._desk is not None:
+                self._desk.gone(connection)
 
 
 class _Session:
@@ -466,7 +570,7 @@ class _Session:
                 continue
             question, _ = self._connection.receive(QUESTION, _GREETING_S)
             # One that only waits for a newer version does not keep the server of a dead trainer.
-            waits = isinstance(question, AskNewest)
+            waits = isinstance(question, AskNewest | AskStore)
             with contextlib.nullcontext() if waits else self._server.active():
                 try:
                     self._connection.permit(question, PURPOSE)
@@ -500,6 +604,11 @@ class _Session:
                 send(HoldAnswer(True))
             case AskCommit() | AskDrop():
                 server._note(question)
+                send(HoldAnswer(True))
+            case AskStore(than, wait_s) if server._desk is not None:
+                send(server._desk.next(than, wait_s, self._connection))
+            case AskStored(rank, number, share) if server._desk is not None:
+                server._desk.done(rank, number, share)
                 send(HoldAnswer(True))
             case AskTensors(names):
                 self._names = names

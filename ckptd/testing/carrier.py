@@ -28,7 +28,6 @@ from typing import Any, ClassVar
 import pytest
 
 from ckptd.publish.carrier import SlotReader, WeightCarrier
-from ckptd.publish.link import MappedVersion
 from ckptd.testing.ranks import Play, rank_outcomes, result_of
 
 __all__ = ["CarrierContract"]
@@ -162,7 +161,7 @@ class _Fatal:
     def ask(self, *question: Any) -> Any:
         return self._reader.ask(*question)
 
-    def map(self, number: int) -> MappedVersion:
+    def map(self, number: int) -> Any:
         return self._reader.map(number)
 
     def reads(self, number: int, requests: Any) -> Iterator[Any]:

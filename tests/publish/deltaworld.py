@@ -169,9 +169,7 @@ class World:
         source, self.target = composition.source, composition.target
         self.source, self.weights, self._kind = source, weights, kind
         dtype = weights.dtype.name
-        self.servers = {
-            r: DeltaServer(weights.arrays(source, r), dtype) for r in range(source.mesh.world)
-        }
+        self.servers = self._served()
         self.number = 0
         self.held = 0
         about = PublishedAbout("e", source.mesh.world, "", {})
@@ -188,6 +186,11 @@ class World:
             for r, f in enumerate(self.found)
         ]
 
+    def _served(self) -> dict[int, DeltaServer]:
+        dtype = self.weights.dtype.name
+        world = range(self.source.mesh.world)
+        return {r: DeltaServer(self.weights.arrays(self.source, r), dtype) for r in world}
+
     def _of(self, rank: int) -> Arrays:
         return self.weights.arrays(self.target, rank, self._kind)
 
@@ -200,12 +203,10 @@ class World:
 
     def update(self, *, in_place: bool = False) -> list[pull.PullReport]:
         """Have all workers take the newest version, and compare every bit."""
-        links = {r: s.link for r, s in self.servers.items()}
         reports = []
-        for rank, plan in enumerate(self.plans):
+        for rank in range(len(self.plans)):
             held = pull.HeldTensors(self.held, frozenset()) if self.held else None
-            budget = 5000 if in_place else None
-            staged = plan.stage(self.number, links, budget, held, in_place=in_place)
+            staged = self._staged(rank, held, in_place)
             staged.apply()
             reports.append(staged.report)
             for name, array in self._of(rank).items():
@@ -216,6 +217,16 @@ class World:
                 )
         self.held = self.number
         return reports
+
+    def _staged(
+        self,
+        rank: int,
+        held: pull.HeldTensors | None,
+        in_place: bool,
+    ) -> pull.StagedPull:
+        links = {r: s.link for r, s in self.servers.items()}
+        budget = 5000 if in_place else None
+        return self.plans[rank].stage(self.number, links, budget, held, in_place=in_place)
 
     def touch(self, draw: random.Random) -> None:
         """Write to the tensors of a worker, as nobody should."""

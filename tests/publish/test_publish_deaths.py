@@ -171,7 +171,9 @@ def test_a_trainer_that_starts_anew_gets_the_address_of_the_one_before() -> None
 def test_a_version_that_a_lost_server_never_makes_known_is_an_error() -> None:
     lost: list[int] = []
     client = PublishClient(
-        Opening("e", 1, 2, SECRET, "127.0.0.1", 0, "", 2, 60.0, 1.0), lost.append, lambda *_: None
+        Opening("e", 1, 2, SECRET, "127.0.0.1", 0, "", 2, 60.0, 1.0),
+        lambda number, _: lost.append(number),
+        lambda *_: None,
     )
     try:
         client.ready()

@@ -43,6 +43,8 @@ _PULLS = frozenset(
     | {"AskChanged", "AskRead"}
 )
 
+_COUNTS = frozenset({"AskCommit", "AskDrop", "AskStore", "AskStored"})
+
 DOORS: Mapping[str, Asks] = {
     "controller": Asks(
         "controller",
@@ -62,7 +64,7 @@ DOORS: Mapping[str, Asks] = {
         },
         of_job=False,
     ),
-    "publish 3": Asks("rank", {"rank": _PULLS | {"AskCommit", "AskDrop"}, "worker": _PULLS}),
+    "publish 3": Asks("rank", {"rank": _PULLS | _COUNTS, "worker": _PULLS}),
     "probe": Asks("agent", {"agent": frozenset({"_Ping", "_Take", "_Give"})}),
     "preflight": Asks(
         "agent", {"agent": frozenset({"NodeHello", "Tested", "ClockReading", "Probed"})}

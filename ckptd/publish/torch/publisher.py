@@ -178,6 +178,12 @@ class Publisher(OfOneProcess):
     budget_bytes
         Most memory of this rank for all slots; None: as much as they take. Its server keeps changes
         from version to version in a quarter of a slot more, or in what this leaves.
+    to
+        URL of a store that versions are written to, for workers without a connection: ``s3://``,
+        ``file:///``, or another one. `at` may be left out then.
+    anchor_every, keep_anchors
+        Of the versions there every so many have all bytes, the others what changed; so many of
+        those stay, with what came after.
     slots
         Versions that there is room for on every rank, at least 2: one that a worker holds, and one
         that is being filled.
@@ -203,10 +209,13 @@ class Publisher(OfOneProcess):
     def __init__(
         self,
         layout: LayoutSpec,
-        at: str | os.PathLike[str],
+        at: str | os.PathLike[str] | None = None,
         secret: str | bytes | None = None,
         budget_bytes: int | None = None,
         *,
+        to: str | None = None,
+        anchor_every: int = 16,
+        keep_anchors: int = 2,
         slots: int = 2,
         process_group: Any = None,
         lease_s: float = 120.0,
@@ -225,8 +234,8 @@ class Publisher(OfOneProcess):
         self._board: Board = board_of(process_group, timeout_s)
         self._agreement = Agreement(self._board, timeout_s)
         every = self._agreement.on_every_rank
-        place = every(lambda: MeetingPlace.of(at, secret))
-        self._place = place
+        self._to = to or "", (anchor_every, keep_anchors)
+        self._place = every(lambda: self._met(at, secret))
         self.epoch: str = self._agreement.on_rank_zero("epoch", _new_epoch)
         # A wait of one thread must not hold up another.
         self._far_board, self._known_board = self._clone(), self._clone()
@@ -256,6 +265,21 @@ class Publisher(OfOneProcess):
         self._closed = self._left = self._ended = False
         abandonable(self)
 
+    def _met(self, at: str | os.PathLike[str] | None, secret: str | bytes | None) -> MeetingPlace:
+        """Return where workers connect to; of a store alone nobody but other ranks does."""
+        if at is not None:
+            return MeetingPlace.of(at, secret)
+        url, anchors = self._to
+        if "://" not in url or min(anchors) < 1:
+            raise UsageError(
+                "a publisher needs a place",
+                wanted="at=, a folder or tcp://HOST:PORT; or to=, a URL of a store such as "
+                "s3://bucket/live or file:///folder, with at least 1 anchor kept, every 1 version",
+                found=f"to={url!r}, anchor_every={anchors[0]}, keep_anchors={anchors[1]}",
+            )
+        drawn = self._agreement.on_rank_zero("secret", lambda: secrets.token_hex(32))
+        return MeetingPlace(None, None, drawn.encode())
+
     def _clone(self) -> Board:
         return self._board.clone() if isinstance(self._board, JobBoard) else self._board
 
@@ -282,6 +306,7 @@ class Publisher(OfOneProcess):
             self._slot_count,
             lease_s,
             linger_s,
+            *self._to,
         )
         return PublishClient(opening, self._lose, self._settle)
 
@@ -580,9 +605,9 @@ class Publisher(OfOneProcess):
         board.delete(key)  # every rank has counted
         return found < _DROPPED
 
-    def _lose(self, number: int) -> None:
+    def _lose(self, number: int, error: CkptdError | None) -> None:
         """Have all ranks know that no version will be whole any more."""
-        lost = ProcessError(
+        lost = error or ProcessError(
             "no answer from the publisher's server on rank 0 or on this rank",
             where=f"version {number}",
             hint="create a new Publisher",

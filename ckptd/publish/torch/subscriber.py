@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -27,8 +27,9 @@ from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError
 from ckptd.lay.local import local_tensors
 from ckptd.publish.carrier import SlotReader, WeightCarrier
+from ckptd.publish.follow import StoredWeights
 from ckptd.publish.link import ServerLink, VersionHold
-from ckptd.publish.meeting import MeetingPlace
+from ckptd.publish.meeting import MeetingPlace, is_store
 from ckptd.publish.messages import (
     AskAbout,
     AskRelease,
@@ -171,7 +172,8 @@ class Subscriber(OfOneProcess):
     into
         A module, or a state as `ckptd.relayout` fills it.
     at, secret
-        As the trainer's `Publisher` has them.
+        As the trainer's `Publisher` has them; or its `to`, a URL of a store, which takes no secret:
+        what the worker needs of a version is then kept in host memory from update to update.
     group
         The process group of the rollout; None for a rollout of one process.
     budget_bytes
@@ -219,7 +221,9 @@ class Subscriber(OfOneProcess):
         self._in_place = in_place
         self._carrier = carrier
         every = self._agreement.on_every_rank
-        self._place = every(lambda: MeetingPlace.of(at, secret))
+        self._place: MeetingPlace | StoredWeights = every(
+            lambda: StoredWeights(os.fspath(at)) if is_store(at) else MeetingPlace.of(at, secret)
+        )
         self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
         self._side = every(
             lambda: RelayoutSide.of(
@@ -236,7 +240,7 @@ class Subscriber(OfOneProcess):
             else RootFallback(root, layout, root_layout, self._agreement, timeout_s)
         )
         self._version: WeightVersion | None = None
-        self._leader: ServerLink | None = None
+        self._leader: ServerLink | StoredWeights | None = None
         self._links: dict[int, ServerLink] = {}
         self._plan: PullPlan | None = None
         self._tensors: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -416,16 +420,18 @@ class Subscriber(OfOneProcess):
         at = leader.entry
         return [newest.step, newest.number, newest.age_s, at.epoch, at.host, at.address, at.socket]
 
-    def _connect(self, entry: ServerEntry) -> ServerLink:
+    def _connect(self, entry: ServerEntry) -> ServerLink | StoredWeights:
         if self._leader is None or self._leader.lost:
             self._disconnect()
-            self._leader = self._link(entry)
+            place = self._place
+            at = place.at(entry) if isinstance(place, StoredWeights) else self._link(entry, place)
+            self._leader = at
         return self._leader
 
-    def _link(self, entry: ServerEntry) -> ServerLink:
+    def _link(self, entry: ServerEntry, place: MeetingPlace) -> ServerLink:
         return ServerLink.to(
             entry,
-            self._place.proof,
+            place.proof,
             wait_s=self._timeout_s,
             connect_s=self._answer_s,
             far=self._far,
@@ -444,32 +450,46 @@ class Subscriber(OfOneProcess):
                 "the version was replaced while it was read", kind="no-version"
             )
         plan = self._planned(version, leader)
-        missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
-        for giver in missing:
-            if (old := self._links.pop(giver, None)) is not None:
-                old.close()
-        if missing:
-            found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
-            for giver, at in zip(missing, found, strict=True):
-                self._links[giver] = self._link(at)
         held = self._version
         same = held is not None and held.epoch == version.epoch
-        readers: dict[int, SlotReader] = {g: self._links[g] for g in plan.givers}
-        if self._carrier is not None:
-            readers = {g: self._carrier.reader(g, self._links[g]) for g in plan.givers}
 
         def step() -> None:
             hold.keep()
             self._pulse.beat()
 
-        return plan.stage(
+        budget = self._budget_bytes
+        if isinstance(leader, StoredWeights):
+            mirrors, received, kept = leader.pull(plan, version.number, budget, step)
+            readers: Mapping[int, SlotReader] = mirrors
+        else:
+            readers = self._readers(plan, leader)
+        staged = plan.stage(
             version.number,
             readers,
-            self._budget_bytes,
+            budget,
             HeldTensors(held.number, self._proved()) if held is not None and same else None,
             in_place=self._in_place,
             step=step,
         )
+        if isinstance(leader, StoredWeights):
+            staged.report = replace(
+                staged.report, bytes_received=received, bytes_mapped=0, staged_bytes=kept
+            )
+        return staged
+
+    def _readers(self, plan: PullPlan, leader: ServerLink) -> Mapping[int, SlotReader]:
+        """Return what reads from each rank of the publisher."""
+        missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
+        for giver in missing:
+            if (old := self._links.pop(giver, None)) is not None:
+                old.close()
+        if missing and isinstance(self._place, MeetingPlace):
+            found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
+            for giver, at in zip(missing, found, strict=True):
+                self._links[giver] = self._link(at, self._place)
+        links = {g: self._links[g] for g in plan.givers}
+        carrier = self._carrier
+        return links if carrier is None else {g: carrier.reader(g, x) for g, x in links.items()}
 
     def _proved(self) -> frozenset[str]:
         """Return the own tensors that hold what was applied last, whatever happened to them."""
@@ -525,7 +545,7 @@ class Subscriber(OfOneProcess):
             elif first or name not in self._proofs or name in staged.written:
                 self._proofs[name] = _Proof.of(tensor)
 
-    def _planned(self, version: WeightVersion, leader: ServerLink) -> PullPlan:
+    def _planned(self, version: WeightVersion, leader: ServerLink | StoredWeights) -> PullPlan:
         """Return the plan for a publisher and for the memory that the tensors have now."""
         side = self._side
         self._leaves = leaves = prepare(self._state, self._filled)
@@ -602,6 +622,8 @@ class Subscriber(OfOneProcess):
     def close(self) -> None:
         """End the connections. Idempotent."""
         self._disconnect()
+        if isinstance(self._place, StoredWeights):
+            self._place.end()
 
     def __enter__(self) -> Self:
         return self

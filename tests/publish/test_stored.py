@@ -1,0 +1,323 @@
+"""Versions through a store: every bit, in few bytes and requests; nothing bad is believed."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    TransientStoreError,
+)
+from ckptd.publish import stored
+from ckptd.publish.follow import StoredWeights
+from ckptd.publish.messages import AskAbout, PublishedAbout, PublishedTensor
+from ckptd.store import open_store
+from ckptd.store.base import Store
+from tests.lay.test_copies import composed
+from tests.lay.test_live import PAIRS
+from tests.processes import until
+from tests.publish.deltaworld import PATTERNS, Weights
+from tests.publish.storedworld import StoredWorld, small_blocks
+from tests.publish.test_chains import DTYPES, ONE
+from tests.reshard.live.test_move import CASES, pair
+
+Report = Callable[[str], None]
+
+
+def in_memory() -> Store:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def drawn(draw: random.Random, store: Store) -> StoredWorld:
+    """Return a pair of layouts with values of some type."""
+    seed, kind = draw.randrange(1 << 30), draw.random()
+    if kind < 0.15:
+        to = draw.choice(("bfloat16", "float16"))
+        source, target = CASES[draw.choice(("transposed", "interleaved"))]
+        composition = pair(source, f"{target} cast({to})", n=40, m=36, e=4)
+        return StoredWorld(composition, Weights("float32", seed, normal=True), store, kind=to)
+    if kind < 0.9:
+        composition = pair(*CASES[draw.choice(list(CASES))], n=40, m=36, e=4)
+    else:
+        composition = composed(*draw.choice(PAIRS))
+    return StoredWorld(composition, Weights(draw.choice(DTYPES), seed), store)
+
+
+def lives(draw: random.Random, versions: int, tally: Counter[str]) -> None:
+    """Take versions of one world, now and then some later, or with other values than it got."""
+    with (
+        small_blocks(draw.choice((64, 256, 4096))),
+        closing(drawn(draw, in_memory())) as world,
+    ):
+        for _ in range(versions):
+            for _ in range(draw.choice((1, 1, 1, 2, 3, 12))):
+                world.publish(draw.choice(PATTERNS))
+            if draw.random() < 0.15:
+                world.restart()
+                world.publish("few")
+                tally["publishers"] += 1
+            if draw.random() < 0.15:
+                world.touch(draw)
+                tally["touched"] += 1
+            if draw.random() < 0.15 and world.places[0]._mirrors:
+                mirror = draw.choice(list(world.places[0]._mirrors.values()))
+                if len(mirror._data):
+                    mirror._data[draw.randrange(len(mirror._data))] ^= 0x40
+                    tally["mirrors touched"] += 1
+            reports = world.update()
+            tally["exact"] += len(reports)
+            tally["fewer bytes"] += sum(r.bytes_received < r.bytes_needed for r in reports)
+
+
+def test_every_bit_arrives_whatever_the_layouts_types_and_changes() -> None:
+    draw, tally = random.Random(5), Counter[str]()
+    while tally["exact"] < 120:
+        lives(draw, 8, tally)
+    assert min(tally["fewer bytes"], tally["touched"], tally["publishers"]) > 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_ten_thousand_of_them(report: Report) -> None:
+    draw, tally = random.Random(7), Counter[str]()
+    while tally["exact"] < 10_000:
+        lives(draw, 8, tally)
+    report(f"publish, deltas through a store, of random layouts: {dict(tally)}")
+
+
+@pytest.fixture
+def world() -> Iterator[StoredWorld]:
+    """One rank and one worker, which has version 1."""
+    with small_blocks(1024):
+        found = StoredWorld(pair(*ONE, n=96, m=48, e=1), Weights("bfloat16", 1), in_memory())
+        with closing(found):
+            found.publish("all")
+            found.update()
+            yield found
+
+
+def keys(world: StoredWorld, prefix: str = "") -> list[str]:
+    return [i.key for i in world.store.list(prefix)]
+
+
+def share(world: StoredWorld, kind: str, number: int | None = None) -> str:
+    number = world.number if number is None else number
+    return stored.data_key(world.publisher.desk.generation, f"00000000-{kind}", number)
+
+
+def test_few_bytes_a_version_and_whole_only_at_anchors(world: StoredWorld) -> None:
+    whole = world.store.stat(share(world, "full")).size
+    for _ in range(7):
+        world.publish("few")
+        assert world.store.stat(share(world, "delta")).size < whole / 8
+        assert world.store.exists(share(world, "full")) is (world.number % 4 == 1)
+        assert world.update()[0].bytes_received < whole / 8
+    for _ in range(3):
+        world.publish("few")
+    assert world.update()[0].bytes_received < whole / 4  # three of them, one after the other
+    world.publish("all")
+    assert not world.store.exists(share(world, "delta"))
+    assert world.update()[0].bytes_received <= 1.02 * whole
+    world.publish("none")
+    assert world.update()[0].bytes_received < whole / 20
+
+
+def test_old_versions_go_and_a_late_worker_gets_all_of_the_newest_anchor(
+    world: StoredWorld,
+) -> None:
+    whole = world.store.stat(share(world, "full")).size
+    for _ in range(17):
+        world.publish("few")
+    assert [k[-12:] for k in keys(world, stored.VERSIONS)] == [f"{n:012d}" for n in range(13, 19)]
+    folders = {k.split("/")[2] for k in keys(world, stored.DATA) if k.count("/") > 2}
+    assert folders == {f"{n:012d}" for n in range(13, 19)}
+    assert whole <= world.update()[0].bytes_received < 1.5 * whole
+
+
+def test_what_a_worker_writes_to_its_tensors_or_their_mirror_is_found_out(
+    world: StoredWorld,
+) -> None:
+    world.touch(random.Random(0))
+    world.publish("few")
+    world.update()
+    world.mirror()._data[100] ^= 1
+    world.publish("few")
+    assert world.update()[0].bytes_received > 1024  # one block of it whole
+
+
+WRONG = ("flip", "cut", "gone", "of another version", "of the one before")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(k, w) for k in ("delta", "full", "manifest") for w in WRONG]
+    + [(k, w) for k in ("about", "rank") for w in WRONG[:3]],
+)
+def test_objects_that_are_not_what_they_should_be(world: StoredWorld, kind: str, what: str) -> None:
+    """Nothing is written, and the error is named; the next whole version is taken."""
+    store, generation = world.store, world.publisher.desk.generation
+    fresh = kind in ("full", "about", "rank")  # of what a worker gets that has nothing yet
+    for _ in range(4 if fresh else 2):
+        world.publish("some")
+    key = {
+        "manifest": stored.version_key(generation, world.number),
+        "about": stored.data_key(generation, "about"),
+        "rank": stored.data_key(generation, "rank-00000000"),
+    }.get(kind) or share(world, kind)
+    raw, other = store.get(key), ""
+    if kind in ("delta", "full"):
+        other = share(world, kind, world.number - (4 if kind == "full" else 1))
+    elif kind == "manifest":
+        other = stored.version_key(generation, world.number - 1)
+    if what == "flip":
+        at = len(raw) - 3
+        store.put(key, raw[:at] + bytes([raw[at] ^ 16]) + raw[at + 1 :])
+    elif what == "cut":
+        store.put(key, raw[: len(raw) // 2])
+    elif what == "gone":
+        store.delete([key])
+    elif what == "of another version":
+        store.put(key, store.get(other))
+    else:
+        store.put(other, raw)
+        store.put(key, raw[::-1])
+    before = {n: a.tobytes() for n, a in world.found[0].items()}
+    place = StoredWeights(store.url) if fresh else world.places[0]
+    with pytest.raises((CorruptError, NotFoundError)) as caught:
+        number = place.newest(0 if fresh else world.held, 0.0).number
+        if number < world.number:
+            raise NotFoundError("it is not there", kind="no-version")
+        place.ask(AskAbout(), PublishedAbout)
+        plan = world.plans[0]
+        plan.stage(number, place.pull(plan, number, None, lambda: None)[0], None).apply()
+    assert caught.value.kind in ("digest", "truncated", "no-version", "corrupt")
+    assert {n: a.tobytes() for n, a in world.found[0].items()} == before
+    while world.number % 4 != 1 or not store.exists(share(world, "full")):
+        world.publish("few")
+    world.publish("some")
+    world.update()
+
+
+def test_a_version_that_is_deleted_while_it_is_read(world: StoredWorld) -> None:
+    for _ in range(2):
+        world.publish("few")
+    place, store = world.places[0], world.store
+    number = place.newest(world.held, 0.0).number
+    place.version(number)
+    store.delete([k for k in keys(world) if not k.startswith(stored.CLAIMS)])
+    with pytest.raises(NotFoundError) as caught:
+        place.pull(world.plans[0], number, None, lambda: None)
+    assert caught.value.kind == "no-version"
+    assert place.newest(world.held, 0.0).number == 0
+
+
+def test_a_pull_that_breaks_off_goes_on_with_what_it_has(
+    world: StoredWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = world.store.stat(share(world, "full")).size
+    for _ in range(3):
+        world.publish("few")
+    place, get = world.places[0], StoredWeights.get
+
+    def lost(self: StoredWeights, key: str, start: int, end: int) -> bytes:
+        if f"{3:012d}" in key:
+            raise NotFoundError("injected", kind="no-version")
+        return get(self, key, start, end)
+
+    assert place.newest(world.held, 0.0).number == 4
+    with monkeypatch.context() as patch, pytest.raises(NotFoundError):
+        patch.setattr(StoredWeights, "get", lost)
+        place.pull(world.plans[0], 4, None, lambda: None)
+    assert world.mirror().number == 0
+    assert world.update()[0].bytes_received < whole / 4
+
+
+def test_one_publisher_at_a_time(world: StoredWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "BEAT_S", 0.05)
+    world.publisher.desk._next_beat = 0.0
+    first = world.publisher
+    with pytest.raises(ConflictError) as caught:
+        world._publisher()
+    assert (caught.value.kind, caught.value.where) == ("busy", world.store.url)
+    # The first is stopped for a while, and another one takes the place meanwhile.
+    monkeypatch.setattr(first.desk, "_keep_up", lambda ending: None)
+    monkeypatch.setattr(stored, "GONE_S", 0.3)
+    second = StoredWorld(pair(*ONE, n=96, m=48, e=1), Weights("bfloat16", 2), world.store)
+    with closing(second):
+        second.publish("all")
+        second.update()
+        world.publish("few")  # what the first writes all the same, nobody sees
+        assert world.places[0].newest(world.held, 0.0).number == 1
+        assert world.places[0].entry.epoch == second.publisher.epoch
+        second.publish("few")
+        second.update()
+        monkeypatch.undo()
+        first.desk._next_beat = 0.0
+        until(lambda: first.error, "the first finds out", within_s=20.0)
+        assert first.error is not None
+        assert first.error.kind == "superseded"
+
+
+def test_a_share_that_is_not_written_makes_no_version(world: StoredWorld) -> None:
+    publisher = world.publisher
+    publisher.number += 1
+    publisher.book.place(publisher.number, publisher.number)
+    publisher.book.commit(publisher.number)
+    publisher.desk.next(publisher.number - 1, 20.0, 0)
+    publisher.desk.done(0, publisher.number, None)
+    until(lambda: publisher.book.held == 1, "given up", within_s=20.0)
+    assert world.places[0].newest(world.held, 0.0).number == 0
+    world.publish("few")  # its changes are since the last that is there
+    world.update()
+
+
+@pytest.mark.parametrize("off_s", [-1e9, 1e9])
+def test_a_clock_that_is_off_decides_nothing(
+    world: StoredWorld, monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + off_s)
+    world.publish("few")
+    monkeypatch.undo()
+    assert world.places[0].newest(world.held, 0.0).age_s >= 0.0
+    world.update()
+
+
+def test_a_store_that_is_away_is_named_as_a_publisher_that_is() -> None:
+    class Away:
+        def last(self, prefix: str) -> Any:
+            raise TransientStoreError("injected")
+
+    place = StoredWeights(in_memory().url)
+    place._store = Away()  # type: ignore[assignment]
+    with pytest.raises(CkptdError) as caught:
+        place.newest(0, 0.0)
+    assert caught.value.kind == "link-lost"
+
+
+def test_tied_and_empty_tensors_and_runs_of_blocks() -> None:
+    found = stored.BlockMap(
+        [
+            PublishedTensor("a", "float32", 0, 100_000),
+            PublishedTensor("tied", "float32", 0, 100_000),
+            PublishedTensor("none", "float32", 400_000, 0),
+            PublishedTensor("b", "int8", 400_000, 7),
+        ]
+    )
+    assert found.first == {"a": 0, "tied": 0, "none": 2, "b": 2}
+    assert (found.ends - found.starts).tolist() == [1 << 18, 400_000 - (1 << 18), 7]
+    assert found.runs() == [(0, 400_007)]
+    assert found.sizes.tolist() == [4, 4, 1]
+    assert np.all(found.starts == [0, 1 << 18, 400_000])
