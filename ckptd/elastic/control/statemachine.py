@@ -8,6 +8,7 @@ fault needs no rule of its own.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -362,7 +363,10 @@ class StateMachine:
     # --- events: workers --------------------------------------------------------------------------
 
     def _ended(self, event: Ended, now: float) -> None:
-        if not self._is_current(event.generation) or not self._is_member(event.node):
+        if not self._is_member(event.node):
+            return
+        if not self._is_current(event.generation):
+            self._look_at_late(event, now)
             return
         self._ends[event.node] = event
         if not event.left:
@@ -383,10 +387,8 @@ class StateMachine:
         A rank that returned successfully takes part in no further step: nothing is won by starting
         the rest once more. What the others still do is waited for.
         """
-        first = failed[0]
-        self._code = first.code
-        what = f"a worker on {first.node} ended with {first.code}"
-        what += f": {first.text}" if first.text else ""
+        first = min(failed, key=lambda end: end.code != -signal.SIGKILL)
+        self._code, what = first.code, _what(first)
         alone = len(failed) == 1 and first.bad == 1
         if not alone or not any(end.well or not end.code for end in self._ends.values()):
             culprit = "" if self._excused(first, now) else first.node
@@ -397,6 +399,14 @@ class StateMachine:
         else:
             self.reason = f"{what}; all other ranks finished successfully"
             self._abort("exit-code", now)
+
+    def _look_at_late(self, event: Ended, now: float) -> None:
+        """Take a kill for the cause of what was reported before it."""
+        fenced = self.state is State.FENCE and self._accused is not None
+        of_last = self.record is not None and event.generation == self.record.generation
+        if fenced and of_last and event.code == -signal.SIGKILL:
+            self._code, self.reason = event.code, _what(event)
+            self._acquit(event.node, now)
 
     def _excused(self, event: Ended, now: float) -> bool:
         """Return whether a worker may have failed because another node was lost.
@@ -1034,6 +1044,12 @@ class StateMachine:
     def _silence(self, node: Node, now: float) -> float:
         """Return for how long nothing is known of a node, in seconds."""
         return now - max(node.seen, self._born)
+
+
+def _what(end: Ended) -> str:
+    """Return in words how a worker has ended."""
+    text = f": {end.text}" if end.text else ""
+    return f"a worker on {end.node} ended with {end.code}{text}"
 
 
 def _grown(

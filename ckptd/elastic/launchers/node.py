@@ -6,6 +6,7 @@ message into its inbox.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import selectors
@@ -170,6 +171,7 @@ class NodeLauncher:
         self._interrupted_until = 0.0
         self._ends: list[_End] = []
         """Of workers of the running generation that have ended by themselves."""
+        self._said_end = False
         self._ends_folder = folder / FOLDER
         self._ends_folder.mkdir(mode=0o700, exist_ok=True)
         self._memory = MemoryWatch()
@@ -363,6 +365,7 @@ class NodeLauncher:
             self._ending = LauncherEnding(order.kind, order.text, order.code)
 
     def _fence(self, order: FenceNow) -> None:
+        self._tell_ends(math.inf)  # what waits to be told may be the cause
         if not self._node.order_fence(order.generation):
             return
         for worker in self._unfenced():
@@ -414,7 +417,7 @@ class NodeLauncher:
     def _start(self, begin: Begin) -> None:
         self._node.start(begin)
         self._progress.begin(begin.generation, self._node.begun_at)
-        self._ends = []
+        self._ends, self._said_end = [], False
         where = f"{_count(begin.world, 'rank')} on {_count(begin.nodes, 'node')} ({begin.shape})"
         step = f" from step {begin.step} or later" if begin.step else ""
         self._say(f"generation {begin.generation}: {where}{step}; {begin.reason}")
@@ -458,8 +461,6 @@ class NodeLauncher:
         # An earlier exit report does not explain this end: another process has ended it since.
         words = words if words is not None and words.code == code else None
         end = _End(worker, code, stepped, words, memory)
-        if code and not any(other.code for other in self._ends):
-            self._say(end.sentence)
         if code > 0 and is_device_error(end.text):
             self._device_failed(worker, end.text, stepped)
         self._ends.append(end)
@@ -474,19 +475,24 @@ class NodeLauncher:
         """Tell how workers of the generation have ended, once it is known whether others follow."""
         begin = self._node.begin
         generation = self._node.started
+        # The end of no other worker has SIGKILL for its consequence.
+        failed = sorted(
+            (end for end in self._ends if end.code), key=lambda end: end.code != -signal.SIGKILL
+        )
+        first = failed[0] if failed else None
         # It may run none any more: the last report is how the last of them has ended.
         over = self._ended_by_lease or self._node.fenced >= generation
         if not self._ends or begin is None or over:
+            self._say_end(first)
             return
         going = [w for w in self._pool.workers if w.generation == generation and w.code is None]
         ending = sum(self._is_ending(w) for w in going)
-        failed = [end for end in self._ends if end.code]
         well = len(self._ends) - len(failed) + ending
         if len(failed) == 1 and not well:
             all_here = len(begin.seats) == begin.world and not going
             if not all_here and now - failed[0].at < _ENDING_S:
                 return
-        first = failed[0] if failed else None
+        self._say_end(first)
         self._node.tell_ended(
             Ended(
                 node=self._s.node,
@@ -501,6 +507,12 @@ class NodeLauncher:
                 text=first.text if first is not None else "",
             )
         )
+
+    def _say_end(self, first: _End | None) -> None:
+        """Tell people, once, how the first worker has failed."""
+        if first is not None and not self._said_end:
+            self._said_end = True
+            self._say(first.sentence)
 
     def _is_ending(self, worker: Worker) -> bool:
         words, _ = last_words_of(self._ends_folder, worker.pid)
@@ -630,6 +642,7 @@ class NodeLauncher:
     def _close(self) -> None:
         """End all that is left of the generation, and leave."""
         ending = self._ending
+        self._tell_ends(math.inf)
         # From now on nothing is begun, also where it ends by an error.
         self._ending = ending or LauncherEnding("defect", "", 1)
         for worker in self._pool.workers:

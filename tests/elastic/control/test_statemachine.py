@@ -103,6 +103,21 @@ def test_steps_that_were_lost_are_told(driver: Driver) -> None:
     assert (driver.machine.state, driver.machine.step) == (State.RESUME, 40)
 
 
+def test_a_kill_that_is_told_late_is_the_cause_of_what_was_told_first(driver: Driver) -> None:
+    driver.hear(Ended(node="a", generation=1, code=1, text="rank 0: its connection was closed"))
+    driver.hear(Ended(node="b", generation=1, code=1, text="rank 1: its connection was closed"))
+    driver.hear(Ended(node="b", generation=1, code=-9, text="rank 2: sent by somebody"))
+    record = one(driver.all_fenced("a", "b", "c"), Start).record
+    assert record.reason == "a worker on b ended with -9: rank 2: sent by somebody"
+    window_s = driver.machine.settings.flap_window_s
+    driver.pass_time(5, "a", "b", "c")
+    faults = [driver.machine.nodes.recent(name, driver.now, window_s) for name in "ab"]
+    assert faults == [0, 1], "it is the fault of no node that has failed because of it"
+    driver.hear(Ended(node="c", generation=record.generation, code=-9))
+    driver.hear(Ended(node="a", generation=record.generation, code=-9))
+    assert "on c" in driver.machine.reason, "of two that were killed the first one is named"
+
+
 def test_a_dead_worker_fences_all_and_the_same_nodes_go_on(driver: Driver) -> None:
     fence = one(driver.hear(Ended(node="b", generation=1, code=-9)), Fence)
     assert (fence.nodes, fence.generation) == (("a", "b", "c"), 2)

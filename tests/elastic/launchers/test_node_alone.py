@@ -118,6 +118,35 @@ def test_a_node_has_not_ended_well_before_all_codes_are_known(tmp_path: Path) ->
         assert one.codes() == [3]
 
 
+def test_who_was_killed_is_named_and_not_who_follows(tmp_path: Path) -> None:
+    """Also where the end of one that follows is known first."""
+    with alone(tmp_path) as one:
+        first, second = one.started()
+        one.pool._gone(first, 1)
+        assert not any("has ended" in text for text in one.said)
+        one.pool._gone(second, -signal.SIGKILL)
+        (said,) = (text for text in one.said if "has ended" in text)
+        assert f"rank 1 (process {second.pid}) has ended: SIGKILL" in said
+        assert one.codes() == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["fenced", "ended"])
+def test_how_a_worker_failed_is_told_before_its_generation_is_over(
+    tmp_path: Path, ends: bool
+) -> None:
+    """It is waited for others then no more: the fence may be for what this one has caused."""
+    with alone(tmp_path) as one:
+        first, _ = one.started()
+        one.pool._gone(first, -signal.SIGKILL)
+        if ends:
+            one.close()
+        else:
+            one.launcher._ordered(FenceNow(generation=2, level=1))
+        kept = [sent.event for sent in one.link._kept.values() if isinstance(sent, Envelope)]
+        assert [event.code for event in kept if isinstance(event, Ended)] == [-signal.SIGKILL]
+        assert any(f"(process {first.pid}) has ended: SIGKILL" in text for text in one.said)
+
+
 def test_a_generation_waits_for_the_lease_that_a_controller_renews(tmp_path: Path) -> None:
     with alone(tmp_path) as one:
         one.launcher._leased(time.monotonic() - 1.0)

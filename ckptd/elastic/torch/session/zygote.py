@@ -89,8 +89,8 @@ class Zygote:
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}
         """Numbers of processes that have not ended, by their pidfd."""
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._poll = select.epoll()  # which returns what is ready in the order of that
+        self._poll.register(sock, select.EPOLLIN)
         self._terminated = signal.signal(signal.SIGTERM, self._end)
         self._mine = _open_descriptors()
         """Of the interpreter and of what it has imported; a fork keeps no other."""
@@ -132,12 +132,13 @@ class Zygote:
             signal.signal(signal.SIGTERM, self._terminated)
             die_with(mother, signal.SIGKILL)
             self._channel.close()
+            self._poll.close()
             self._close_others(given)
             return become(order, given, self._commands)
         os.close(given)
         fd = os.pidfd_open(pid)
         self._pids[order.number], self._fds[fd] = pid, order.number
-        self._poll.register(fd, select.POLLIN)
+        self._poll.register(fd, select.EPOLLIN)
         self._tell(Forked(order.number, pid))
         return None
 

@@ -17,7 +17,7 @@ import pytest
 from ckptd.elastic.launchers.spawn import Spawner
 from ckptd.elastic.launchers.zygotewire import Exited, Fork, Forked, Ready, Reap
 from ckptd.elastic.torch.session.zygote import unsafe_to_fork
-from tests.processes import PATIENCE_S, lives, until
+from tests.processes import PATIENCE_S, lives, until, wait_for_stop
 
 # All in one test process: the zygote that they share imports PyTorch, which takes long.
 pytestmark = [pytest.mark.dist, pytest.mark.forks("small", "all")]
@@ -125,6 +125,25 @@ def by_itself(argv: list[str]) -> tuple[int, str, str]:
         start_new_session=True,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def test_ends_are_told_in_their_order(mother: Mother, tmp_path: Path) -> None:
+    """Of what has failed first: the others follow it, and are not its cause."""
+    pids = [mother.start("exec", ["sleep", "600"], tmp_path / f"{n}", let=False)[0] for n in "abc"]
+    first, last = mother._number - 2, mother._number
+    zygote = mother.spawner.process.pid
+    os.kill(zygote, signal.SIGSTOP)  # it is late, as on a busy machine
+    wait_for_stop(zygote)
+    for pid, number in ((pids[2], signal.SIGKILL), (pids[0], signal.SIGTERM)):
+        os.kill(pid, number)
+        until(lambda pid=pid: not lives(pid), f"process {pid} ends")
+    os.kill(zygote, signal.SIGCONT)
+    told = [mother.wait(Exited) for _ in range(2)]
+    assert [(one.number, one.code) for one in told] == [(last, -9), (first, -15)]
+    os.kill(pids[1], signal.SIGKILL)
+    told.append(mother.wait(Exited))
+    for one in told:
+        mother.spawner.order(Reap(one.number))
 
 
 @pytest.mark.forks
