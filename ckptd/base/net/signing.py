@@ -254,6 +254,11 @@ def access_token(secret: bytes) -> str:
     return _mac(secret, b"token")[:40]
 
 
+def reader_token(token: str) -> str:
+    """Return what lets its holder read where `token` lets its holder act as well."""
+    return derived_key(token.encode(), "reader").hex()[:40]
+
+
 def new_challenge() -> str:
     """Return the challenge of a new life of a daemon."""
     return secrets.token_hex(16)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from ckptd.cli.options import DaemonJob
-from ckptd.cli.output import Document, Json, Reply, note
+from ckptd.cli.output import Document, Json, Reply, flag, note
 
 
 class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
@@ -17,7 +18,8 @@ class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
     job
         The job that the page shows.
     link
-        For a browser on this machine. It lets its holder act: keep it secret.
+        For a browser on this machine. It lets its holder read, and act unless only reading was
+        asked for: keep it secret.
     """
 
     job: str
@@ -27,6 +29,7 @@ class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
 def open(
     *,
     job: DaemonJob = None,
+    read_only: Annotated[bool, flag("Print a link that lets its holder read and not act.")] = False,
     json: Json = False,
 ) -> Reply:
     """Print the link to the web page of a job whose daemon runs on this machine.
@@ -40,4 +43,5 @@ def open(
     if at.hostname in ("127.0.0.1", "::1", "localhost") and not json:
         tunnel = f"ssh -L {at.port}:{at.hostname}:{at.port} {socket.gethostname()}"
         note(f"from another machine, before you open it: {tunnel}")
-    return Reply(OpenDocument(job=found.job, link=found.login), lambda d: print(d.link))
+    link = found.reading if read_only else found.login
+    return Reply(OpenDocument(job=found.job, link=link), lambda d: print(d.link))

@@ -16,8 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH, derived_key
+from ckptd.base.net.signing import (
+    CHALLENGE_PATH,
+    FOUND_PATH,
+    SHEETS_PATH,
+    derived_key,
+    reader_token,
+)
 from ckptd.errors import CkptdError, RefusedError
+from ckptd.monitor.daemon.acts import ActsLog
 from ckptd.monitor.daemon.bodies import connection_of, refusal
 
 LOGIN_PATH = "/api/v1/login"
@@ -25,6 +32,10 @@ _API = "/api/"
 _AGENTS = frozenset({CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH})
 _OPEN = frozenset({"/healthz", LOGIN_PATH, *_AGENTS})
 _SESSION_S = 12 * 3600
+_READS = "r"
+"""At the end of the time in the cookie of a session that reads."""
+_SHOWN = "ckptd.shown"
+_MOST_BODY = 1000
 
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -42,6 +53,22 @@ _HEADERS = [
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The rights that a request has shown.
+
+    Attributes
+    ----------
+    who
+        See `ckptd.monitor.daemon.acts.Act`.
+    acts
+        Whether it may act, and not only read.
+    """
+
+    who: str
+    acts: bool
+
+
+@dataclass(frozen=True)
 class Access:
     """The proof that a request must show.
 
@@ -53,6 +80,7 @@ class Access:
     login
         Says so as well, in this life of the daemon; it stands in the URL that is printed. The
         cookie of those who have logged in, with either, follows from it and ends in 12 hours.
+        Each of the two has a reader's token, see `ckptd.base.net.signing.reader_token`.
     metrics_open
         Whether ``/metrics`` is served without a token.
     names
@@ -64,11 +92,13 @@ class Access:
     metrics_open: bool = True
     names: frozenset[str] = field(default_factory=frozenset)
 
-    def admit(self, response: Response, request: Request) -> None:
-        """Set the cookie of those who have shown the token."""
+    def admit(self, response: Response, request: Request, shown: Shown) -> None:
+        """Set the cookie of those who have shown a token: it lets them do what that did."""
+        request.scope[_SHOWN] = shown
+        end = math.ceil(time.monotonic() + _SESSION_S)
         response.set_cookie(
             self._cookie(request),
-            self._session(str(math.ceil(time.monotonic() + _SESSION_S))),
+            self._session(f"{end}" if shown.acts else f"{end}{_READS}"),
             max_age=_SESSION_S,
             httponly=True,
             samesite="strict",
@@ -84,11 +114,14 @@ class Access:
         """Return the cookie's value: good in this life, until `end` of its monotonic clock."""
         return f"{end}-{derived_key(self.login.encode(), 'session', end).hex()}"
 
-    def is_token(self, text: str) -> bool:
-        """Whether `text` is one of the tokens; takes as long whatever it is."""
-        raw = text.encode(errors="replace")
-        known = [hmac.compare_digest(raw, each.encode()) for each in (self.token, self.login)]
-        return any(known)
+    def of_token(self, text: str) -> Shown | None:
+        """Return what one of the tokens shows; takes as long whatever `text` is."""
+        raw, full = text.encode(errors="replace"), (self.token, self.login)
+        acts = [hmac.compare_digest(raw, each.encode()) for each in full]
+        reads = [hmac.compare_digest(raw, reader_token(each).encode()) for each in full]
+        if any(acts):
+            return Shown("token", True)
+        return Shown("reader", False) if any(reads) else None
 
     def check(self, request: Request) -> None:
         """Refuse a request that may not be answered.
@@ -110,9 +143,17 @@ class Access:
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             raise RefusedError("the request comes from a page of another site", found=origin[:100])
-        shown = self._shown(request, acts=request.method != "GET")
-        if shown:
+        acts = request.method != "GET"
+        shown = self._shown(request, acts)
+        if shown is not None:
+            request.scope[_SHOWN] = shown
             connection_of(request).proved = True
+            if acts and not shown.acts and not self._open(request):
+                raise RefusedError(
+                    "this token, or the session that began with it, is for reading",
+                    where=request.scope["path"][:100],
+                    hint="ckptd open prints a link that lets its holder act",
+                )
         elif not self._open(request):
             raise RefusedError(
                 "this request needs the token",
@@ -140,24 +181,28 @@ class Access:
             return self.metrics_open
         return path in _OPEN or not path.startswith(_API)
 
-    def _shown(self, request: Request, acts: bool) -> bool:
+    def _shown(self, request: Request, acts: bool) -> Shown | None:
         given = request.headers.get("authorization", "")
         if given.lower().startswith("bearer "):
-            return self.is_token(given[7:].strip())
+            return self.of_token(given[7:].strip())
         if acts and "origin" not in request.headers:
-            return False  # a cookie alone does not say which page sent it
+            return None  # a cookie alone does not say which page sent it
         try:
             cookies = SimpleCookie(request.headers.get("cookie", "")[:4096])
         except CookieError:
-            return False
+            return None
         found = cookies.get(self._cookie(request))
         if found is None:
-            return False
-        end = found.value.partition("-")[0][:20]
+            return None
+        end, _, mac = found.value.partition("-")
+        end = end[:20]
         good = hmac.compare_digest(
             found.value.encode(errors="replace"), self._session(end).encode(errors="replace")
         )
-        return good and time.monotonic() < int(end)
+        if not good or time.monotonic() >= int(end.removesuffix(_READS)):
+            return None
+        reads = end.endswith(_READS)
+        return Shown(f"{'reading ' if reads else ''}session {mac[:8]}", not reads)
 
 
 def _secure(request: Request) -> bool:
@@ -167,22 +212,32 @@ def _secure(request: Request) -> bool:
 class Guard:
     """The application behind `Access`; sets headers that keep other sites out of the page."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, acts: ActsLog | None = None) -> None:
         self._app = app
         self._access = access
+        self._acts = acts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
+        request, body = Request(scope), b""
+
+        async def heard() -> Message:
+            nonlocal body
+            message = await receive()
+            body = (body + message.get("body", b""))[:_MOST_BODY]
+            return message
+
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
+                self._note(request, body, message["status"])
             await send(message)
 
         try:
-            self._access.check(Request(scope))
+            self._access.check(request)
         except CkptdError as error:
             await refusal(error)(scope, receive, guarded)
             return
@@ -191,4 +246,14 @@ class Guard:
                 scope, receive, guarded
             )
             return
-        await self._app(scope, receive, guarded)
+        await self._app(scope, heard, guarded)
+
+    def _note(self, request: Request, body: bytes, status: int) -> None:
+        """Write down what somebody did who has shown a token; agents only report."""
+        path, shown = request.scope["path"], request.scope.get(_SHOWN)
+        logs_in = path == LOGIN_PATH or (path == "/" and "token" in request.query_params)
+        acts = (request.method != "GET" and path not in _AGENTS) or logs_in
+        if self._acts is not None and shown is not None and acts:
+            text = "" if logs_in else body.decode(errors="replace")
+            host = request.client.host if request.client else ""
+            self._acts.add(shown.who, host, request.method, path[:200], text, status)

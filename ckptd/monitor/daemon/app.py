@@ -22,6 +22,7 @@ from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.monitor.daemon.access import LOGIN_PATH, Access, Guard
+from ckptd.monitor.daemon.acts import ActsLog
 from ckptd.monitor.daemon.bodies import document, read_body, refusal
 from ckptd.monitor.daemon.controller import order_of
 from ckptd.monitor.daemon.documents import (
@@ -274,10 +275,11 @@ class DaemonApi:
 
     async def _login(self, request: Request) -> Response:
         token = (await _json_body(request)).get("token")
-        if not isinstance(token, str) or not self._access.is_token(token):
+        shown = self._access.of_token(token) if isinstance(token, str) else None
+        if shown is None:
             return document({"error": {"kind": "no-token", "message": "the token is wrong"}}, 401)
         answer = document({"job": self._service.setup.job})
-        self._access.admit(answer, request)
+        self._access.admit(answer, request, shown)
         return answer
 
     async def _front(self, request: Request) -> Response:
@@ -290,8 +292,8 @@ class DaemonApi:
             return page
         # The token leaves the address line, and with it the history of the browser.
         answer = RedirectResponse("/", 303)
-        if self._access.is_token(token):
-            self._access.admit(answer, request)
+        if (shown := self._access.of_token(token)) is not None:
+            self._access.admit(answer, request, shown)
         return answer
 
 
@@ -311,7 +313,7 @@ def make_app(service: Service, access: Access) -> ASGIApp:
         routes=[*routes, Mount("/", _Page(directory=page_folder()))],
         exception_handlers={HTTPException: _plain_error},
     )
-    return Guard(app, access)
+    return Guard(app, access, ActsLog(service.setup.history))
 
 
 async def _plain_error(request: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.signing import reader_token
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import json_decoder
 from ckptd.errors import ConflictError, NotFoundError
@@ -45,6 +46,11 @@ class DaemonAddress(msgspec.Struct, frozen=True, kw_only=True):
     def login(self) -> str:
         """URL for a browser; it gives full access."""
         return f"{self.url}/?token={self.token}"
+
+    @property
+    def reading(self) -> str:
+        """URL for a browser that may read and not act."""
+        return f"{self.url}/?token={reader_token(self.token)}"
 
 
 _addresses = json_decoder(DaemonAddress)

@@ -15,6 +15,7 @@ import pytest
 from ckptd.base.net.signing import access_token, derived_key
 from ckptd.errors import UsageError
 from ckptd.monitor.cli import serve as verb
+from ckptd.monitor.daemon.access import Shown
 from ckptd.monitor.daemon.client import DaemonClient
 from ckptd.monitor.daemon.place import DaemonPlace, daemons
 from tests.cli.running import COMMAND, Cli
@@ -193,8 +194,8 @@ def test_the_key_of_a_webhook_opens_nothing_else(monkeypatch: pytest.MonkeyPatch
     key = verb._webhook_key(secret)
     assert key == derived_key(secret, "webhook").hex().encode()  # as the API's page says
     access = verb._access(secret, "127.0.0.1", (), False)
-    assert access.is_token(access_token(secret))
-    assert not access.is_token(access_token(key))
+    assert access.of_token(access_token(secret)) == Shown("token", True)
+    assert access.of_token(access_token(key)) is None
     monkeypatch.setenv(verb.HOOK_VARIABLE, "a key of the hook's own")
     assert verb._webhook_key(secret) == b"a key of the hook's own"
     monkeypatch.setenv(verb.HOOK_VARIABLE, "short")

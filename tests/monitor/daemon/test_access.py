@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import json
 import re
 import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ckptd.base.net.signing import MAC_HEADER, sign_request
+from ckptd.base.net.signing import MAC_HEADER, reader_token, sign_request
 from ckptd.monitor.daemon import access
-from ckptd.monitor.daemon.access import Access
+from ckptd.monitor.daemon.access import LOGIN_PATH, Access
+from ckptd.monitor.daemon.acts import ActsLog
+from ckptd.monitor.daemon.app import DaemonApi
 from tests.monitor.daemon.daemons import SECRET, Running, running
 
 
@@ -41,8 +45,8 @@ def test_url_with_the_token_logs_in_and_is_left_at_once(daemon: Running) -> None
     assert "set-cookie" not in daemon.ask("GET", "/?token=wrong", token=False).headers
 
 
-def login(daemon: Running) -> str:
-    body = f'{{"token": "{daemon.token}"}}'.encode()
+def login(daemon: Running, token: str = "") -> str:
+    body = f'{{"token": "{token or daemon.token}"}}'.encode()
     answer = daemon.ask("POST", "/api/v1/login", body, token=False)
     assert answer.status == 200
     return answer.headers["set-cookie"].partition(";")[0]
@@ -65,6 +69,85 @@ def test_acting_by_cookie_needs_the_origin(daemon: Running) -> None:
         "the request comes from a page of another site"
         in daemon.ask("POST", path, b"{}", other, token=False).message
     )
+
+
+def acts_of(daemon: Running) -> list[dict[str, Any]]:
+    """Return the acts that are written down, also those of other tests with this daemon."""
+    path = ActsLog(daemon.service.setup.history).path
+    login(daemon)
+    assert path.stat().st_mode & 0o777 == 0o600
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_reader_reads_everything_and_acts_nowhere(daemon: Running) -> None:
+    before, reader = len(acts_of(daemon)), reader_token(daemon.token)
+    bearer = {"Authorization": f"Bearer {reader}"}
+    cookie = {"Cookie": login(daemon, reader), "Origin": daemon.url}
+    acts = [
+        route
+        for route in DaemonApi(daemon.service, Access("t")).routes()
+        if "POST" in route.methods
+    ]
+    assert len(acts) > 5
+    for shown in (bearer, cookie):
+        for path in ("/api/v1/job", "/api/v1/ranks", "/api/v1/incidents", "/metrics"):
+            assert daemon.ask("GET", path, headers=shown, token=False).status == 200
+        for route in acts:
+            path = re.sub("{.*?}", "1", route.path)
+            if path in (LOGIN_PATH, "/api/v1/sheets", "/api/v1/found"):
+                continue
+            answer = daemon.ask("POST", path, b"{}", shown, token=False)
+            assert (answer.status, "for reading" in answer.message) == (403, True), path
+    found = acts_of(daemon)[before:-1]
+    assert {act["who"].partition(" session ")[0] for act in found} == {"reader", "reading"}
+    name, _, value = cookie["Cookie"].partition("=")
+    end, _, mac = value.partition("-")
+    more = {**cookie, "Cookie": f"{name}={end.removesuffix('r')}-{mac}"}
+    assert daemon.ask("GET", "/api/v1/job", headers=more, token=False).status == 401
+    assert reader_token(reader) != reader
+    second = {"Authorization": f"Bearer {reader_token(reader)}"}
+    assert daemon.ask("GET", "/api/v1/job", headers=second, token=False).status == 401
+
+
+def test_a_line_says_who_did_what_from_where(daemon: Running) -> None:
+    path, before = "/api/v1/incidents/none/ack", len(acts_of(daemon))
+    daemon.ask("POST", path, b"{}", token=False)  # of nobody: refused, and not written down
+    daemon.ask("POST", LOGIN_PATH, b'{"token": "wrong"}', token=False)
+    daemon.ask("GET", "/api/v1/job")
+    daemon.ask("GET", "/?token=wrong", token=False)
+    daemon.post("sheet", b"x")
+    cookie = {"Cookie": login(daemon), "Origin": daemon.url}
+    note = b'{"note": "\\u001b[2J\\n of mine"}'
+    daemon.ask("POST", path, note, cookie, token=False)
+    daemon.ask("POST", path, b"{" + b" " * 5000)
+    daemon.ask("GET", f"/?token={daemon.token}", token=False)
+    found = acts_of(daemon)[before:-1]
+    assert [(a["method"], a["path"], a["status"]) for a in found] == [
+        ("POST", LOGIN_PATH, 200),
+        ("POST", path, 404),
+        ("POST", path, 400),
+        ("GET", "/", 303),
+    ]
+    assert [a["host"] for a in found] == ["127.0.0.1"] * 4
+    value = cookie["Cookie"].partition("=")[2]
+    session = f"session {value.partition('-')[2][:8]}"
+    assert [a["who"] for a in found] == ["token", session, "token", "token"]
+    assert [len(a["body"]) for a in found] == [0, len(note), 1000, 0]
+    everything = ActsLog(daemon.service.setup.history).path.read_text()
+    assert daemon.token not in everything
+    assert value not in everything
+    assert all(abs(act["at"] - time.time()) < 1000 for act in found)
+
+
+def test_a_file_of_acts_is_followed_by_another(
+    daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.monitor.daemon.acts._MOST_BYTES", 300)
+    for _ in range(9):
+        login(daemon)
+    acts = ActsLog(daemon.service.setup.history).path
+    assert acts.with_name(f"{acts.name}.1").exists()
+    assert acts.with_name(f"{acts.name}.1").stat().st_size < 1000
 
 
 def test_a_session_is_of_one_life_of_one_daemon_and_ends(
