@@ -57,6 +57,15 @@ _AHEAD_BYTES = 32 << 10
 """Largest question that is asked ahead: it fits the buffers of a socket whose other end sends."""
 
 
+def damaged(where: str) -> CorruptError:
+    """Return the error of parts whose digest is another one than their server said."""
+    return CorruptError(
+        "bytes from a publisher were corrupted in transit",
+        where=where,
+        hint="nothing was written to the tensors; update() again",
+    )
+
+
 class ReadRequest(NamedTuple):
     """Parts of tensors that are asked for.
 
@@ -85,7 +94,8 @@ class Arrived(NamedTuple):
     nbytes
         So many bytes came.
     good
-        Whether `data` are the values. If not, the worker held other ones than it said.
+        Whether `data` are the values. If not, the worker held other ones than it said, or the slot
+        was filled again while they were sent.
     """
 
     data: U8
@@ -234,7 +244,10 @@ class ServerLink:
         self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
     ) -> Iterator[U8]:
         """Yield each buffer once it is filled with its blocks; see `arrivals`."""
-        return (a.data for a in self.arrivals(number, (ReadRequest(*r) for r in requests)))
+        for found in self.arrivals(number, (ReadRequest(*r) for r in requests)):
+            if not found.good:
+                raise damaged(self._connection.peer)
+            yield found.data
 
     def arrivals(self, number: int, requests: Iterable[ReadRequest]) -> Iterator[Arrived]:
         """Yield each buffer once it is filled with its blocks, which come with a digest.
@@ -280,12 +293,6 @@ class ServerLink:
             except CorruptError:
                 good = False
         good = good and incoming_digest(self.places, blocks, into) == found.digest
-        if not good and not found.sizes:
-            raise CorruptError(
-                "bytes from a publisher were corrupted in transit",
-                where=self._connection.peer,
-                hint="nothing was written to the tensors; update() again",
-            )
         return Arrived(into, nbytes, good)
 
     def _checked(self, answer: Any, kind: type[T]) -> T:

@@ -36,7 +36,7 @@ from ckptd.lay.local import local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.values import Values
 from ckptd.publish.carrier import SlotReader
-from ckptd.publish.link import Arrived, ReadRequest, ServerLink, VersionMemory
+from ckptd.publish.link import Arrived, ReadRequest, ServerLink, VersionMemory, damaged
 from ckptd.publish.messages import (
     AskChanged,
     AskTensors,
@@ -844,23 +844,27 @@ class _Giver:
         again: list[tuple[_Message, U8]] = []
         yield from self._filled(number, buffers(), again)
         for message, _ in again:
-            _log.warning(
-                "tensors hold other values than they got, and are pulled whole: %s, ...",
-                message[0][1].tensor.name,
-            )
+            if any(read.since for read, *_ in message):
+                _log.warning(
+                    "tensors hold other values than they got, and are pulled whole: %s, ...",
+                    message[0][1].tensor.name,
+                )
             message[:] = [
                 (msgspec.structs.replace(read, since=0), source, block, dtype)
                 for read, source, block, dtype in message
             ]
-        yield from self._filled(number, again, [])
+        yield from self._filled(number, again)
 
     def _filled(
         self,
         number: int,
         buffers: Iterable[tuple[_Message, U8]],
-        again: list[tuple[_Message, U8]],
+        again: list[tuple[_Message, U8]] | None = None,
     ) -> Iterator[_Share]:
-        """Yield what is in buffers that are filled; those with other values go to `again`."""
+        """Yield what is in buffers that are filled; those with other values go to `again`.
+
+        Without that these are an error.
+        """
         asked: deque[_Message] = deque()
 
         def requests() -> Iterator[ReadRequest]:
@@ -879,7 +883,9 @@ class _Giver:
             self._step()
             message = asked.popleft()
             share = _Share(report=PullReport(bytes_received=nbytes))
-            if not good:
+            if not good and again is None:
+                raise damaged(message[0][1].tensor.name)
+            if not good and again is not None:
                 again.append((message, data))
                 yield share
                 continue

@@ -653,27 +653,23 @@ class _Session:
             if block.tensor < len(known) and not known[block.tensor].dtype:
                 raise _not_there(self._names[block.tensor])
         read_bytes(known, blocks)
-        sent = False
-        try:
-            since = max((b.since for b in blocks), default=0)
-            with (
-                self._server.reading(number) as slot,
-                self._server.changes(since, number, slot) as changes,
-            ):
-                digests = self._server.digests(number)
+        server, since = self._server, max((b.since for b in blocks), default=0)
+        with server._lent(number) as slot:
+            if slot is None or slot.sealed != number:
+                raise _not_there(f"version {number}")
+            with server.changes(since, number, slot) as changes:
+                digests = server.digests(number)
                 found = outgoing(slot, known, blocks, digests, self._scratch, changes)
-                parts, all_of_it, sizes = found
-                if sizes:  # they are few bytes, and need no slot from here on
-                    parts = [memoryview(b"".join(parts))]
-                else:
-                    sent = True
-                    self._connection.send_parts(ReadBytes(all_of_it), parts)
-            if sizes:
-                self._connection.send_parts(ReadBytes(all_of_it, sizes), parts)
-        except NotFoundError as error:
-            if sent:  # no refusal can follow
-                raise self._connection.fail(error.message) from error
-            raise
+            parts, all_of_it, sizes = found
+            if sizes:  # they are few bytes, and need no slot from here on
+                parts = [memoryview(b"".join(parts))]
+            if slot.sealed != number:  # no hold
+                raise _not_there(f"version {number} was overwritten")
+            # What is written to the slot from here on the digest shows.
+            if not sizes:
+                self._connection.send_parts(ReadBytes(all_of_it), parts)
+        if sizes:
+            self._connection.send_parts(ReadBytes(all_of_it, sizes), parts)
 
     def _scratch(self, nbytes: int) -> U8:
         if len(self._buffer) < nbytes:

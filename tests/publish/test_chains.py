@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckptd.base.net.connection import Connection
+from ckptd.errors import NotFoundError
 from ckptd.lay.copies import Composition
 from ckptd.publish import blocks, chains, pull, server
 from ckptd.publish.chains import DeltaBook, VersionDeltas
@@ -182,15 +183,17 @@ def test_what_is_written_while_it_is_compared_is_not_kept(
     world.update()
 
 
-def test_a_slot_may_be_filled_as_soon_as_changes_are_sent(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_slot_may_be_filled_as_soon_as_an_answer_is_sent(
+    world: World, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     """A worker that was fast lost its connection, since the server looked at the slot later."""
     world.publish("few")
+    world.held *= not whole
     slot, send = world.servers[0].slots[world.number % 2], Connection.send_parts
 
     def filled(connection: Connection, message: Any, parts: Sequence[memoryview]) -> None:
-        if isinstance(message, ReadBytes) and message.sizes:
+        if isinstance(message, ReadBytes) and bool(message.sizes) != whole:
             slot.begin(99)
         send(connection, message, parts)
 
@@ -200,6 +203,34 @@ def test_a_slot_may_be_filled_as_soon_as_changes_are_sent(
         world.update()
     world.publish("few")
     world.update()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_answer_that_is_torn_is_asked_for_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """The slot is filled while it is sent: the digest shows it, and the server says it is gone."""
+    world.publish("few")
+    world.held = 0
+    slot, send, torn = world.servers[0].slots[world.number % 2], Connection.send_parts, list[Any]()
+
+    def tear(connection: Connection, message: Any, parts: Sequence[memoryview]) -> None:
+        if isinstance(message, ReadBytes) and not torn:
+            torn.append(message)
+            parts = [memoryview(bytes(len(b"".join(parts))))]
+            if not again:
+                slot.begin(99)
+        send(connection, message, parts)
+
+    before = {n: a.tobytes() for n, a in world.found[0].items()}
+    monkeypatch.setattr(Connection, "send_parts", tear)
+    if again:
+        world.update()
+        return
+    with pytest.raises(NotFoundError) as caught:
+        world.update()
+    assert caught.value.kind == "no-version"
+    assert {n: a.tobytes() for n, a in world.found[0].items()} == before
 
 
 def test_deltas_stay_within_their_budget_and_the_oldest_go_first() -> None:
