@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.base.runtime.pool import cores
-from ckptd.errors import size_text
+from ckptd.errors import UsageError, size_text
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -160,6 +160,20 @@ def host_id() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
+def loopback() -> str:
+    """Return the loopback address of this machine: of IPv6 where it has none of IPv4."""
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return host
+    raise UsageError(
+        "this machine has no loopback address, by which its processes reach each other",
+        wanted="127.0.0.1 or ::1",
+        found="no way to either",
+        hint="ip link set lo up",
+    )
+
+
 def address_towards(host: str) -> str:
     """Return the address by which `host`, and so the job's other nodes, reach this one.
 
@@ -175,7 +189,7 @@ def address_towards(host: str) -> str:
             probe.connect(address)  # sends nothing: it only picks the interface
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError):
-        return "127.0.0.1"
+        return loopback()
 
 
 def node_name(given: str | None = None) -> str:

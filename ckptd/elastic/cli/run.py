@@ -678,12 +678,12 @@ class _Run:
 
     def _make_supervisor(self, folder: Path) -> ControllerSupervisor:
         from ckptd.base.net.address import is_here, loopback_of, parse_address
-        from ckptd.base.runtime.host import address_towards
+        from ckptd.base.runtime.host import address_towards, loopback
         from ckptd.elastic.launchers.sidecars import ControllerSupervisor
         from ckptd.elastic.places import open_places
 
         o = self._o
-        host = parse_address(o.endpoint)[0] if o.endpoint else "127.0.0.1"
+        host = parse_address(o.endpoint)[0] if o.endpoint else loopback()
         own = o.log is not None or is_here(host)
         places = open_places(o.job, o.log) if own else None
         address = o.local_addr or address_towards(host)
@@ -718,14 +718,14 @@ class _Run:
 
     def _own_address(self) -> str:
         """Return where a controller listens that other nodes find by the log alone."""
-        from ckptd.base.runtime.host import address_towards
+        from ckptd.base.runtime.host import address_towards, loopback
 
         if self._o.high == 1:
-            return "127.0.0.1"
+            return loopback()
         if self._o.local_addr or os.environ.get(SECRET_VARIABLE):
             return self._o.local_addr or address_towards(_ELSEWHERE)
         self.say(f"without {SECRET_VARIABLE}, only launchers on this machine find this one")
-        return "127.0.0.1"
+        return loopback()
 
     def _program(self, mode: str, folder: Path) -> Program:
         from ckptd.elastic.launchers.environ import JobFacts, common

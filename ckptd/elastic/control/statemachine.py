@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -476,8 +478,12 @@ class StateMachine:
 
     def _suspected(self, event: Suspected, now: float) -> None:
         for name in event.nodes:
-            node = self.nodes[name]
-            node.out_until = max(node.out_until, now + self._out_s(name, now))
+            node, out_s = self.nodes[name], self._out_s(name, now)
+            if out_s < self.settings.out_s and not self._does_without(name, now):
+                text = f"node {name} is used again, as no other can take its place: {event.reason}"
+                self._out.append(Tell(text=text, aloud=True))
+                continue
+            node.out_until = max(node.out_until, now + out_s)
             node.out_why = event.reason
             self._say_left_out(node, now)
         self._changed = True
@@ -746,7 +752,7 @@ class StateMachine:
         ended
             How a program has ended, if that is what failed.
         """
-        mended = bool(node) and self._blame(node, now)
+        mended = bool(node) and self._blame(node, now, known, ended)
         self.ladder.failed(self.step, known=known, mended=mended)
         verdict = self.ladder.verdict(self._cheapest())
         final = ""
@@ -793,15 +799,30 @@ class StateMachine:
             return "The program ends with this code at the same place, before its first step"
         return ""
 
-    def _blame(self, node: str, now: float) -> bool:
-        """Count a fault of a node; return whether it is left out because of it."""
+    def _blame(self, node: str, now: float, known: bool = True, ended: Ended | None = None) -> bool:
+        """Count a fault of a node; return whether it is left out because of it.
+
+        One that no other replaces is left out only where the job would be given up with it.
+        """
         s, out_s = self.settings, self._out_s(node, now)
-        out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=s.flaps, out_s=out_s)
+        spared = out_s < s.out_s and not self._hopeless(node, now, known, ended)
+        most = sys.maxsize if spared else s.flaps
+        out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=most, out_s=out_s)
         if out:
             within = f"{s.flap_window_s / 60:g} min"
             self.nodes[node].out_why = f"it failed {s.flaps} times within {within}"
             self._say_left_out(self.nodes[node], now)
         return out
+
+    def _hopeless(self, node: str, now: float, known: bool, ended: Ended | None) -> bool:
+        """Return whether the job is given up after this fault, and the others can go on."""
+        ladder = replace(self.ladder)
+        ladder.failed(self.step, known=known)
+        given_up = ladder.verdict(self._cheapest()) == "no-progress"
+        # Where its program alone ends so again, `_is_final` would end the job.
+        if ended is not None:
+            given_up |= self._early.get((ended.code, ended.place)) == {ended.node}
+        return given_up and self._does_without(node, now)
 
     def _out_s(self, name: str, now: float) -> float:
         """Return for how long a node is left out: one that none replaces, for a short time."""

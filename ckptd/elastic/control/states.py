@@ -71,9 +71,9 @@ class ControllerSettings:
     no_restart_on
         What a program says by its exit code, see `ExitCodes`.
     flaps, flap_window_s, out_s
-        A node that is at fault so often within the window is left out for `out_s`, for a twelfth of
-        that where no other one takes its place, and for twice
-        as long each time that it comes back and is left out again.
+        A node that is at fault so often within the window is left out for `out_s`, and for twice
+        as long each time that it comes back and is left out again. One whose place no other can
+        take is left out only where the job would be given up with it, for a twelfth of that.
     """
 
     silent_s: float = 5.0

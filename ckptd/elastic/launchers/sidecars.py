@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.base.net.address import Address, any_address, is_here, is_loopback, parse_address
+from ckptd.base.runtime.host import loopback
 from ckptd.decoding import ANYTHING
 from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodestate import NO_ORDER
@@ -269,7 +270,7 @@ class ControllerSupervisor:
         self._announced = ""
         """Where the controller of this launcher listens."""
         self._lives = 0
-        self.host = "127.0.0.1"
+        self.host = loopback()
         self.since = 0.0
         self._not_before = 0.0
         self._again_s = _AGAIN_S

@@ -352,7 +352,9 @@ class WorkerPool:
         said = os.read(host.pipe, 64)
         host.sent += said
         if host.sent.endswith(b"\n"):
-            shown = "localhost" if host.address in LOCALHOST else host.address
+            # A name that a machine without IPv4 may resolve to the address it lacks.
+            local = host.address in LOCALHOST and ":" not in host.address
+            shown = "localhost" if local else host.address
             self._hosting(host.generation, shown, int(host.sent))
         if not said or host.sent.endswith(b"\n"):
             self._drop_pipe(host)

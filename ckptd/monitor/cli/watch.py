@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ckptd.base.runtime.host import loopback
 from ckptd.cli.output import Document, Json, flag, json_text, print_error
 from ckptd.errors import CkptdError, UsageError
 
@@ -127,7 +128,7 @@ class _Here:
     since: float = field(default_factory=time.monotonic)
     seated: bool = True
     answered: bool = True
-    host: str = "127.0.0.1"
+    host: str = field(default_factory=loopback)
 
 
 class _Watched:

@@ -289,19 +289,46 @@ def test_every_launcher_says_who_is_left_out_until_when_why_and_what_ends_it() -
     assert ordered.text == "node b is left out until it is taken back: hot"
 
 
-def test_a_node_that_no_other_one_replaces_is_left_out_for_a_short_time() -> None:
+def test_a_node_that_no_other_one_replaces_is_not_left_out_while_the_job_gets_on() -> None:
     d = Driver("abc", gather_s=1.0, patience_s=1.0, flaps=2, grow_s=1.0)
     d.up("a", "b", "c")
-    (told,) = fail_twice(d, "a", "a", "b", "c")
-    assert "for 5 min" in told.text
+    for _ in range(3):
+        assert fail_twice(d, "a", "a", "b", "c") == []
+        assert d.machine.record is not None
+        assert d.machine.record.nodes == {"a", "b", "c"}
+
+
+def test_it_is_left_out_for_a_short_time_in_place_of_the_job_being_given_up() -> None:
+    d = Driver("abc", gather_s=1.0, patience_s=1.0, flaps=2, grow_s=1.0)
+    d.up("a", "b", "c")
+    told: list[Tell] = []
+    for _ in range(d.machine.settings.cycles + 1):
+        told += said_aloud(d.hear(Ended(node="a", generation=d.machine.generation, code=-9)))
+        told += said_aloud([*d.all_fenced("a", "b", "c"), *d.pass_time(2, "a", "b", "c")])
+        if told:
+            break
+    assert "for 5 min" in told[0].text
     d.hear(Progress(generation=d.machine.generation, step=d.machine.step + 1))
+    assert d.machine.record is not None
+    assert d.machine.record.nodes == {"b", "c"}
     d.pass_time(200, "a", "b", "c")
     assert d.machine.state is State.RUNNING
     d.pass_time(200, "a", "b", "c")
     d.all_fenced("a", "b", "c")
     d.pass_time(5, "a", "b", "c")
-    assert d.machine.record is not None
     assert d.machine.record.nodes == {"a", "b", "c"}
+
+
+def test_a_suspected_node_that_the_job_needs_is_used_again() -> None:
+    d = Driver("a", gather_s=1.0, patience_s=1.0)
+    d.up("a")
+    event = Suspected(nodes=("a",), generation=d.machine.generation, reason="it hangs")
+    (told,) = said_aloud(d.hear(event))
+    assert told.text == "node a is used again, as no other can take its place: it hangs"
+    d.all_fenced("a")
+    d.pass_time(3, "a")
+    assert d.machine.record is not None
+    assert d.machine.record.nodes == {"a"}
 
 
 def test_a_worker_that_fails_because_another_node_is_lost_is_no_fault_of_its_node() -> None:
