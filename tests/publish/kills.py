@@ -8,7 +8,10 @@ version has other values in every element, so that a mixture of two is none of b
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,20 +26,23 @@ import ckptd
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.copy import Snapshot
 from ckptd.errors import CkptdError
-from ckptd.publish import pull
+from ckptd.publish import client, pull, stored
 from ckptd.publish.client import PublishClient
+from ckptd.publish.follow import Mirror, StoredWeights
 from ckptd.publish.link import ServerLink
+from ckptd.publish.stored import ShareWriter, StoreDesk
 from ckptd.testing.ranks import RankOutcome, rank_outcomes
 from tests.processes import kill, lives, until
 from tests.publish.jobs import TRAINER, WORKER, worker_part
 from tests.reshard.torch.layout.jobs import Tree, chunks, differing, whole
 
-__all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd", "slots_of"]
+__all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd", "put_pid", "slots_of"]
 
 PARTIES = tuple(f"{kind}-{i}" for kind in ("trainer", "server", "worker") for i in (0, 1))
 TIMEOUT_S = 10.0
 """Of each wait of trainer and workers."""
 LINGER_S = 3.0
+_SERVER = "tests.publish.killserver"
 _VERSIONS = 4
 """The first step from here on that is not skipped is the last."""
 _MOST_STEPS = 60
@@ -52,10 +58,21 @@ POINTS: dict[str, tuple[str, Any, str]] = {
     "trainer seals": ("trainer", Slot, "seal"),
     "trainer counts its share": ("trainer", ckptd.Publisher, "_count"),
     "trainer closes": ("trainer", PublishClient, "close"),
+    "server takes the place": ("server", StoreDesk, "_create_claim"),
+    "server orders a version": ("server", StoreDesk, "_store_version"),
+    "server writes its share": ("server", ShareWriter, "write"),
+    "server syncs its share": ("server", stored, "StoredShare"),
+    "server writes an object": ("server", ShareWriter, "_put"),
+    "server commits": ("server", StoreDesk, "_commit"),
+    "server deletes": ("server", StoreDesk, "_trim"),
     "worker connects": ("worker", ServerLink, "_greeted"),
     "worker asks for the newest": ("worker", ServerLink, "newest"),
     "worker takes a hold": ("worker", ckptd.Subscriber, "_stage"),
     "worker plans": ("worker", ckptd.Subscriber, "_planned"),
+    "worker looks into the store": ("worker", StoredWeights, "newest"),
+    "worker reads an object": ("worker", StoredWeights, "get"),
+    "worker fills its mirror": ("worker", Mirror, "_fill"),
+    "worker proves its mirror": ("worker", Mirror, "_wrong"),
     "worker asks for tensors": ("worker", pull._Giver, "__init__"),
     "worker maps": ("worker", ServerLink, "map"),
     "worker pulls": ("worker", ServerLink, "read"),
@@ -87,6 +104,8 @@ class Kill:
         At which of the calls, from 1.
     far
         Workers pull over sockets.
+    to
+        URL of a store that everything goes through, in place of connections.
     """
 
     point: str
@@ -94,9 +113,10 @@ class Kill:
     victim: str
     nth: int = 1
     far: bool = False
+    to: str = ""
 
     def __str__(self) -> str:
-        way = "socket" if self.far else "memory"
+        way = self.to.partition(":")[0] or ("socket" if self.far else "memory")
         return f"{self.victim} dies as {self.point} ({self.rank}, call {self.nth}, {way})"
 
     def arm(self, folder: Path) -> None:
@@ -148,7 +168,7 @@ class WorkerEnd:
     slowest_s: float
 
 
-def _write(folder: Path, name: str, pid: int) -> None:
+def put_pid(folder: Path, name: str, pid: int) -> None:
     (folder / f".{name}").write_text(str(pid))
     os.replace(folder / f".{name}", folder / name)
 
@@ -165,20 +185,37 @@ def trainer(place: str, spec: Kill) -> list[int]:
     mine: Kill | None = spec if POINTS[spec.point][0] == "trainer" else None
     if mine is not None and mine.rank != rank:
         mine = None
-    _write(folder, f"trainer-{rank}", os.getpid())
+    put_pid(folder, f"trainer-{rank}", os.getpid())
     module = Tree(chunks(whole(1), rank, 2))
     inner = PublishClient.ready
 
-    def ready(client: PublishClient) -> Any:
-        _write(folder, f"server-{rank}", client.pid)
-        return inner(client)
+    def ready(mine: PublishClient) -> Any:
+        put_pid(folder, f"server-{rank}", mine.pid)
+        return inner(mine)
 
     setattr(PublishClient, "ready", ready)  # noqa: B010
+    start = subprocess.Popen
+
+    def started(command: list[str], **more: Any) -> Any:
+        return start([c.replace("ckptd.publish.server", _SERVER) for c in command], **more)
+
+    if spec.to:
+        (folder / f"kill-{rank}").write_bytes(pickle.dumps(spec))
+        os.replace(folder / f"kill-{rank}", folder / "kill")
+        os.environ["CKPTD_TEST_KILL"] = f"{folder}:{rank}"
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        setattr(client.subprocess, "Popen", started)  # noqa: B010
     if mine is not None and mine.point in _FIRST_POINTS:
         mine.arm(folder)
     done: list[int] = []
     publisher = ckptd.Publisher(
-        TRAINER, folder / "at", timeout_s=TIMEOUT_S, lease_s=30.0, linger_s=LINGER_S
+        TRAINER,
+        None if spec.to else folder / "at",
+        to=spec.to or None,
+        anchor_every=2,
+        timeout_s=TIMEOUT_S,
+        lease_s=30.0,
+        linger_s=LINGER_S,
     )
     with publisher:
         for step in range(1, _MOST_STEPS):
@@ -226,14 +263,14 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
     if mine is not None and mine.rank != rank:
         mine = None
     pull._MESSAGE_BYTES = 1 << 10  # so that a version comes in several messages
-    _write(folder, f"worker-{rank}", os.getpid())
+    put_pid(folder, f"worker-{rank}", os.getpid())
     with suppress(TimeoutError):  # who dies before that does not matter here
         until(lambda: all((folder / p).exists() for p in PARTIES), "all", within_s=TIMEOUT_S)
     module = Tree(worker_part(whole(99), rank))
     seen: list[int] = []
     error, state_corrupted, slowest = "", False, 0.0
     subscriber = ckptd.Subscriber(
-        WORKER, module, folder / "at", group=dist.group.WORLD, timeout_s=TIMEOUT_S
+        WORKER, module, spec.to or folder / "at", group=dist.group.WORLD, timeout_s=TIMEOUT_S
     )
     subscriber._far = spec.far
     if mine is not None and mine.point in _FIRST_POINTS:
@@ -285,6 +322,7 @@ class KillWorld:
 
     folder: Path
     spec: Kill
+    env: dict[str, str] = field(default_factory=dict)
     trainers: list[RankOutcome[list[int]]] = field(default_factory=list)
     workers: list[RankOutcome[WorkerEnd]] = field(default_factory=list)
     late: int | None = None
@@ -302,7 +340,7 @@ class KillWorld:
                 self.spec,
                 deadline_s=_DEADLINE_S,
                 grace_s=3 * TIMEOUT_S,
-                env={"CKPTD_RUN_DIR": str(self.folder / "run")},
+                env={"CKPTD_RUN_DIR": str(self.folder / "run"), **self.env},
             )
 
         threads = [
@@ -325,8 +363,11 @@ class KillWorld:
             _there(self.folder / "published-0", 2 * TIMEOUT_S)
         module = Tree(worker_part(whole(99), 0, 1))
         layout = WORKER.replace("mesh T = tp:2", "mesh T = tp:1")
-        with ckptd.Subscriber(layout, module, self.folder / "at", timeout_s=TIMEOUT_S) as late:
+        at = self.spec.to or self.folder / "at"
+        with ckptd.Subscriber(layout, module, at, timeout_s=TIMEOUT_S) as late:
             report = late.update()
+            while self.spec.to and (newer := late.update(2.0)) is not None:
+                report = newer
             if report is None:
                 assert not differing(dict(module.state_dict()), worker_part(whole(99), 0, 1))
                 return None
