@@ -22,6 +22,8 @@ from torch.distributed import distributed_c10d
 
 _MAKERS = ("_new_process_group_helper", "init_process_group", "new_group", "split_group")
 """Makers of groups; the first, which all others call, is private and may be gone one day."""
+_LOOKS = 2
+"""So many times in a row nothing has moved on a connection that is at rest: threads may be late."""
 _COUNTS = slice(120, 136)
 """Of Linux's ``tcp_info``: ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
 
@@ -47,8 +49,8 @@ class GroupSockets:
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._before: set[str] = set()
-        self._moved: dict[str, bytes] = {}
-        """How far each connection was at the last look."""
+        self._moved: dict[str, tuple[bytes, int]] = {}
+        """How far each connection was at the last look, and for how many looks before that."""
         self._depth = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -98,7 +100,7 @@ class GroupSockets:
     ) -> int:
         """Shut down what groups communicate through; return how many connections are left open.
 
-        One on which bytes have moved since the last call is left open, and so is each at the first.
+        Those on which bytes have moved in the last calls are left open, as all are at the first.
 
         Parameters
         ----------
@@ -122,8 +124,10 @@ class GroupSockets:
                         if stores:
                             sock.shutdown(socket.SHUT_RDWR)
                     elif link in wanted:
-                        self._moved[link] = moved = _moved(sock)
-                        if whole or moved == before.get(link):
+                        moved = _moved(sock)
+                        last, count = before.get(link, (b"", 0))
+                        self._moved[link] = moved, count + 1 if moved == last else 0
+                        if whole or self._moved[link][1] >= _LOOKS:
                             sock.shutdown(socket.SHUT_RDWR if whole else socket.SHUT_RD)
                         else:
                             left += 1
