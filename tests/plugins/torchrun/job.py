@@ -24,6 +24,7 @@ __all__ = ["TorchrunJob"]
 
 _SCRIPT = """
 import json, os, signal, time
+from ckptd.base.net.handed import ranks_key
 from ckptd.elastic.worker import WorkerLink
 
 def tell(what, **more):
@@ -35,7 +36,7 @@ def tell(what, **more):
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 generation = int(os.environ["CKPTD_GENERATION"])
 me = {"rank": rank, "world": world, "generation": generation, "node": os.environ["CKPTD_NODE"]}
-tell("born")
+tell("born", handed=len(ranks_key() or b""))
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

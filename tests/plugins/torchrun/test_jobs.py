@@ -31,8 +31,12 @@ def _ends_well(job: TorchrunJob) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_the_job_ends_in_good_order(tmp_path: Path) -> None:
-    with _job(tmp_path, 2) as job:
+    with TorchrunJob(tmp_path, 2) as job:
+        job.start(0, 1, CKPTD_SECRET="a secret of no digits, but long")
         first = job.steps(2)
+        assert "CKPTD_SECRET" in job.agents[1].environ()
+        assert "CKPTD_SECRET" not in job.worker(1).environ()
+        assert {e["handed"] for e in job.events() if e["what"] == "born"} == {32}
         job.worker(1).kill()
         second = job.steps(2, first)
         assert job.nodes_of(second) == {"node0", "node1"}
