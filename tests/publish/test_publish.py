@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,9 +22,12 @@ import torch
 import ckptd
 from ckptd import events
 from ckptd.base.digest import digest
+from ckptd.base.net.handed import FromLauncher
+from ckptd.base.net.tls import hand
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.priority import LAST
 from ckptd.checkpoint.save.arena import Slot
+from ckptd.elastic.workerend import LauncherEnd
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
 from ckptd.lay.bind import FilledGlobs, with_globs
 from ckptd.publish.client import PublishClient
@@ -396,6 +400,34 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(tmp_path: Path) -> Non
         error = refused(at, FUSED, Tree(fused(whole(2))), secret="some random text")
         assert isinstance(error, StoreError)
         assert error.kind == "permission"
+
+
+def test_processes_without_the_secret_prove_themselves_by_their_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTD_SECRET", raising=False)
+    secret = "a secret of no digits, but long"
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        launcher = LauncherEnd(
+            Path(short) / "l.sock", lambda *_: None, hand=lambda asked: hand(secret, "n1", asked)
+        )
+        monkeypatch.setenv("CKPTD_LAUNCHER", str(launcher.path))
+        pair = Pair(tmp_path / "at", far=True)
+        try:
+            assert pair.subscriber._place.proof == FromLauncher()
+            for _ in range(2):
+                pair.publish()
+                pair.update()
+            error = refused(pair.at, FUSED, Tree(fused(whole(2))), secret="some random text")
+            assert error.kind == "permission"
+            into = Tree(fused(whole(3)))
+            with ckptd.Subscriber(FUSED, into, pair.at, secret=secret) as another:
+                another._far = True  # one with the secret itself, on another machine
+                assert another.update(wait_s=30) is not None
+            assert not (pair.at / "publisher-secret").exists()
+        finally:
+            pair.close()
+            launcher.close()
 
 
 def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
