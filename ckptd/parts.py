@@ -7,9 +7,11 @@ have one version. An entry point would cost a scan of what is installed.
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["PARTS", "part"]
+__all__ = ["PARTS", "front", "part"]
 
 PARTS = {
     "cluster": "ckptd.monitor.cli.cluster:doctor_cluster",
@@ -29,3 +31,22 @@ def part(name: str) -> Any:
     """Import a part of another slice, when it is used and not before."""
     module, _, attribute = PARTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def front(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package that imports each of its names on first use.
+
+    Parameters
+    ----------
+    homes
+        The module of each name.
+    """
+
+    def find(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(homes[name]), name)
+        vars(sys.modules[package])[name] = value
+        return value
+
+    return find

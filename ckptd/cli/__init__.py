@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptd.parts import front
 
 if TYPE_CHECKING:
     from ckptd.cli.main import app
@@ -45,10 +46,4 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(f"ckptd.cli.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = front(__name__, {n: f"ckptd.cli.{m}" for m, names in _MODULES.items() for n in names})

@@ -6,8 +6,9 @@ the diagnosis. All of it is imported on first use.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptd.parts import front
 
 if TYPE_CHECKING:
     from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView, join
@@ -51,10 +52,4 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(f"ckptd.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = front(__name__, {n: f"ckptd.{m}" for m, names in _MODULES.items() for n in names})

@@ -6,8 +6,9 @@ on first use: a program that imports a module here pays for that one.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptd.parts import front
 
 if TYPE_CHECKING:
     from ckptd.base.runtime.pool import batches
@@ -17,11 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointReader", "Foreign", "ForeignPiece", "FormatReader", "Listing", "batches"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {
-        "CheckpointReader": "ckptd.checkpoint.load.source",
-        "batches": "ckptd.base.runtime.pool",
-    }
-    return getattr(importlib.import_module(homes.get(name, "ckptd.readers.base")), name)
+_HOMES = dict.fromkeys(__all__, "ckptd.readers.base") | {
+    "CheckpointReader": "ckptd.checkpoint.load.source",
+    "batches": "ckptd.base.runtime.pool",
+}
+
+__getattr__ = front(__name__, _HOMES)

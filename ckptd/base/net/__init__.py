@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.parts import front
+
 if TYPE_CHECKING:
     from ckptd.base.net.address import Address
     from ckptd.base.net.http import HttpAnswer, HttpClient
@@ -11,10 +13,6 @@ if TYPE_CHECKING:
 __all__ = ["Address", "HttpAnswer", "HttpClient"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ckptd.base.net import address, http
+_HOMES = dict.fromkeys(__all__, "ckptd.base.net.http") | {"Address": "ckptd.base.net.address"}
 
-    value: object = getattr(address if name == "Address" else http, name)
-    return value
+__getattr__ = front(__name__, _HOMES)

@@ -20,7 +20,12 @@ from cyclopts import Parameter
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.load.foreign import SHARD, split_file
-from ckptd.checkpoint.load.opening import foreign_format, foreign_loss, open_catalogue
+from ckptd.checkpoint.load.opening import (
+    foreign_format,
+    foreign_loss,
+    nothing_counts,
+    open_catalogue,
+)
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import hold_or_read, reading
 from ckptd.cli.output import Document, left_out, warn
@@ -80,11 +85,7 @@ class CheckpointAddress:
             return catalogue.find(self.step, all=lost, generation=self.generation)
         latest = catalogue.latest()
         if latest is None:
-            raise NotFoundError(
-                "no checkpoint counts here",
-                where=self.root,
-                hint=f"ckptd ls {self.root} --all shows abandoned lines",
-            )
+            raise nothing_counts(self.root)
         return latest
 
 

@@ -24,13 +24,13 @@ from ckptd.base.grids.owners import ABSENT
 from ckptd.base.grids.plan import PieceCopy, plan_once
 from ckptd.checkpoint.load.files import LocalFiles, check_size
 from ckptd.checkpoint.load.foreign import split_file
-from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
+from ckptd.checkpoint.load.opening import foreign_format, nothing_counts, open_catalogue
 from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, put, split
 from ckptd.checkpoint.load.read import Fetcher, Windows
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
 from ckptd.checkpoint.root.opening import root_spec
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import UsageError
 from ckptd.types import Box
 
 _log = logging.getLogger("ckptd")
@@ -84,11 +84,7 @@ def open_direct(
             name = catalogue.find(step, all=generation is not None, generation=generation)
             lease = hold_or_read(catalogue, name, holder=holder)
         if lease is None:
-            raise NotFoundError(
-                "no checkpoint counts here",
-                where=url,
-                hint=f"ckptd ls {url} --all shows abandoned lines",
-            )
+            raise nothing_counts(url)
         with (
             reading(lease, _log.warning) as commit,
             DirectReader(CkptdReader(catalogue, commit)) as boxes,

@@ -164,3 +164,9 @@ def foreign_loss(catalogue: Catalogue) -> tuple[int, Sequence[str], str]:
     """
     store = catalogue.store
     return (*store.left_out, store.unread) if isinstance(store, ForeignStore) else (0, (), "")
+
+
+def nothing_counts(url: str) -> NotFoundError:
+    """Return the error of a root without a checkpoint on its line."""
+    hint = f"ckptd ls {url} --all shows abandoned lines"
+    return NotFoundError("no checkpoint counts here", where=url, hint=hint)

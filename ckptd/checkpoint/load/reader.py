@@ -173,12 +173,7 @@ class CkptdReader(CheckpointReader):
             if box.numel
         ]
         plan = read_plan(
-            self.manifest,
-            self.filemap,
-            wants,
-            store=self.store,
-            allow_absent=allow_absent,
-            places=self.places,
+            self.manifest, self.filemap, wants, allow_absent=allow_absent, places=self.places
         )
         execute(plan, self.store)
         return [

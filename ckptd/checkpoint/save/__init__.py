@@ -6,8 +6,9 @@ here costs that module only.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptd.parts import front
 
 if TYPE_CHECKING:
     from ckptd.checkpoint.save.boxes import BoxRoot, BoxSave, BoxTensor
@@ -15,7 +16,4 @@ if TYPE_CHECKING:
 __all__ = ["BoxRoot", "BoxSave", "BoxTensor"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("ckptd.checkpoint.save.boxes"), name)
+__getattr__ = front(__name__, dict.fromkeys(__all__, "ckptd.checkpoint.save.boxes"))

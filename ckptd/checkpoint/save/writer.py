@@ -162,18 +162,9 @@ class SaveWriter:
         from ckptd.checkpoint.save.uploader import TierUploader
 
         self._uploader = TierUploader(self._near, self.send, self._shard_to_root)
-        nowhere = ("", "", "")
-        memory, local, secret = self._near.serve(hello.bind, hello.key) if hello.bind else nowhere
-        return WriterReady(
-            os.getpid(),
-            self._near.here,
-            memory,
-            local,
-            secret,
-            pid_space=pid_space(),
-            neighbours=self._near.neighbours,
-            protocol=PROTOCOL,
-        )
+        doors = self._near.serve(hello.bind, hello.key) if hello.bind else ("", "", "")
+        here, known = self._near.here, self._near.neighbours
+        return WriterReady(os.getpid(), here, *doors, pid_space(), known, protocol=PROTOCOL)
 
     @property
     def agent_ttl_s(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptd.parts import front
 
 if TYPE_CHECKING:
     from ckptd.checkpoint.torch.checkpointer import Checkpointer
@@ -14,8 +15,4 @@ __all__ = ["Checkpointer", "LoadReport", "sample_digest"]
 
 _HOMES = {"Checkpointer": "checkpointer", "LoadReport": "loader", "sample_digest": "replicas"}
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = front(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

@@ -336,15 +336,9 @@ class Checkpointer(OfOneProcess):
             saving(self._store, name, attempt, self._board.rank),
             events.span("call", since_ns=since_ns),
         ):
-            events.emit(
-                events.SaveBegun(
-                    step=name.step,
-                    generation=name.generation,
-                    attempt=attempt,
-                    rank=self._board.rank,
-                    at_ns=events.now_ns() - (time.monotonic_ns() - since_ns),
-                )
-            )
+            save = events.SaveId(name.step, name.generation, attempt, self._board.rank)
+            at_ns = events.now_ns() - (time.monotonic_ns() - since_ns)
+            events.emit(events.SaveBegun(**save.fields(), at_ns=at_ns))
             yield
 
     @uncompiled

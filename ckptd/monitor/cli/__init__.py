@@ -5,8 +5,9 @@ The names below are what plugins use of them, imported on first use.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptd.parts import front
 
 if TYPE_CHECKING:
     from ckptd.monitor.cli.watch_parts import DaemonSupervisor
@@ -16,8 +17,4 @@ __all__ = ["DaemonSupervisor", "connect"]
 
 _HOMES = {"DaemonSupervisor": "cli.watch_parts", "connect": "daemon.client"}
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ckptd.monitor.{_HOMES[name]}"), name)
+__getattr__ = front(__name__, {name: f"ckptd.monitor.{home}" for name, home in _HOMES.items()})

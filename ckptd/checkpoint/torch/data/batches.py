@@ -175,14 +175,14 @@ class Batches(OfOneProcess):
         MismatchError
             No batch comes where the data was when it was saved.
         """
-        return self._next()
+        return self._next(2)
 
-    def _next(self) -> Any:
-        led_back = self._led_back
+    def _next(self, epochs: int) -> Any:
+        led_back = self._led_back and epochs > 1
         with self._drawing():
             if self._kind == "function":
                 return self._took(self._call())
-            for _ in range(2):
+            for _ in range(epochs):
                 if (batch := next(self._epoch_on(), _END)) is not _END:
                     return self._took(batch)
                 self._end_epoch()
@@ -216,7 +216,7 @@ class Batches(OfOneProcess):
     @one_at_a_time
     def _turn_next(self, turn: object, first: bool) -> Any:
         if self._kind == "function":
-            return self._next()
+            return self._next(1)
         if first:
             self._turn = turn
             if self._at.taken is not None and not self._goes_on:
@@ -226,11 +226,7 @@ class Batches(OfOneProcess):
                 "this loop over the batches has ended: a later one was started",
                 hint="create another Batches for a second loop over the same data",
             )
-        with self._drawing():
-            if (batch := next(self._epoch_on(), _END)) is not _END:
-                return self._took(batch)
-            self._end_epoch()
-        raise StopIteration
+        return self._next(1)
 
     def _took(self, batch: Any) -> Any:
         at = self._at
