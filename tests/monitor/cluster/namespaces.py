@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -124,6 +125,23 @@ class Network:
         """Start a process on a node; it is ended with the network."""
         enter = ["nsenter", f"--net=/run/netns/{self.spaces[node]}", "--", *command]
         process = subprocess.Popen(enter, env={**os.environ, **env}, text=True, **options)
+        self._processes.append(process)
+        return process
+
+    def redirect(self, port: int) -> None:
+        """Have all TCP that passes the router end at this port of the router; needs nft."""
+        enter = ["nsenter", f"--net=/run/netns/{self._hub}", "nft", "-f", "-"]
+        rule = f"ip daddr 10.77.0.0/16 tcp dport 1-65535 redirect to :{port}"
+        lines = ["table ip path {", "chain first {", "type nat hook prerouting priority -100;"]
+        _run(enter, "\n".join([*lines, rule, "}", "}", ""]))
+        for space in self.spaces:
+            _batch([f"route add {_ROUTER}/32 dev eth0"], space)
+
+    def at_hub(self, command: Sequence[str], log: Path) -> subprocess.Popen[str]:
+        """Start a process on the router; it is ended with the network."""
+        enter = ["nsenter", f"--net=/run/netns/{self._hub}", "--", *command]
+        with log.open("ab") as file:
+            process = subprocess.Popen(enter, text=True, stdout=file, stderr=file)
         self._processes.append(process)
         return process
 

@@ -1,0 +1,1 @@
+"""Somebody on the network between all processes of a job."""
