@@ -49,12 +49,14 @@ def main() -> None:
     rank, layout = dist.get_rank(), f"{folder}/job.lay:trainer{dist.get_world_size()}"
     weights = filled(0)
     state = {"w": weights}
-    tiers = [ckptd.Memory(every=1), ckptd.Peer(every=1)]
+    tiers: list[ckptd.Memory | ckptd.Peer] = [ckptd.Memory(every=1), ckptd.Peer(every=1)]
     with (
-        ckptd.Checkpointer(folder / "root", every=5, keep=3, tiers=tiers, timeout_s=60) as saver,
+        ckptd.Checkpointer(
+            str(folder / "root"), every=5, keep=3, tiers=tiers, timeout_s=60
+        ) as ck,
         ckptd.Publisher(layout, folder / "place") as publisher,
     ):
-        start = saver.load(state) if saver.latest() is not None else 0
+        start = ck.load(state) if ck.latest() is not None else 0
         if not torch.equal(weights, filled(start)):
             wrong(folder, f"rank {rank} loaded step {start} with other bytes")
         with (folder / f"lives-{rank}").open("a") as file:
@@ -65,9 +67,9 @@ def main() -> None:
             if agreed.item() != step:
                 wrong(folder, f"rank {rank} is at step {step} and another at {agreed.item()}")
             publisher.before_mutation()
-            saver.before_mutation()
+            ck.before_mutation()
             weights.copy_(filled(step))
-            saver.save(step, state)
+            ck.save(step, state)
             publisher.publish(step, {"w": weights})
             if rank == 0:
                 (folder / "step").write_text(str(step))

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ class AttackedJob:
             for node in WORKERS
         ]
 
-    def _at_hub(self, command: list[str]) -> subprocess.Popen[bytes]:
+    def _at_hub(self, command: list[str]) -> subprocess.Popen[str]:
         self.network.redirect(PORT)
         return self.network.at_hub([sys.executable, *command], self.folder / "attacker.log")
 
@@ -95,6 +96,10 @@ class AttackedJob:
     def interventions(self) -> int:
         return sum(n for what, n in self.counts.items() if " of " not in what)
 
+    def meddled(self, goal: int) -> bool:
+        """Whether there were so many interventions."""
+        return self.interventions >= goal
+
     def taken(self, node: int) -> int:
         path = self.folder / f"taken-{node}"
         return int(path.read_text().split()[0]) if path.exists() else 0
@@ -132,8 +137,8 @@ def campaign(folder: Path, seed: int, interventions: int) -> dict[str, int]:
         job.until(lambda: all(job.taken(w) for w in WORKERS), PATIENCE_S)
         (folder / "meddle").touch()
         while job.interventions < interventions:
-            reached = job.interventions
-            job.until(lambda seen=reached: job.interventions > seen, PATIENCE_S)
+            goal = min(job.interventions + 1, interventions)
+            job.until(partial(job.meddled, goal), PATIENCE_S)
         (folder / "meddle").unlink()
         # After: the job goes on, and the workers follow it again.
         before, taken = job.step, [job.taken(w) for w in WORKERS]
