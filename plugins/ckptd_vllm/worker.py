@@ -33,6 +33,8 @@ __all__ = ["CkptdInitInfo", "CkptdUpdateInfo", "CkptdWeightTransferEngine"]
 
 _log = logging.getLogger("ckptd")
 _LOOK_S = 5.0
+DERIVED = ("W_UK_T", "W_UV", "W_K", "W_V", "W_K_scale", "W_V_scale")
+"""Tensors that multi-head latent attention computes of weights after they are loaded."""
 
 
 @dataclass
@@ -216,8 +218,21 @@ def _unprocessed(
     Raises
     ------
     UsageError
-        VLLM has processed some of them.
+        VLLM has processed some of them, or has computed others of them, which would be stale.
     """
+    derived = [
+        f"{at}.{name}"
+        for at, layer in model.named_modules()
+        for part in (layer, getattr(layer, "impl", None))
+        for name in DERIVED
+        if isinstance(getattr(part, name, None), torch.Tensor)
+    ]
+    if derived:
+        raise UsageError(
+            "parameters cannot be written in place: vLLM has computed others of them",
+            where=", ".join(derived[:4]) + (" ..." if len(derived) > 4 else ""),
+            hint="in_place=False",
+        )
     live = {n: p.data for n, p in model.named_parameters()}
     other = [
         n

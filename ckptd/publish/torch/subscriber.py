@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +25,13 @@ from ckptd.base.torch.tensors import as_bytes
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
-from ckptd.errors import CkptdError, MismatchError, TransientStoreError
+from ckptd.errors import (
+    CkptdError,
+    MismatchError,
+    NotFoundError,
+    TransientStoreError,
+    UsageError,
+)
 from ckptd.lay.local import local_tensors
 from ckptd.publish.carrier import SlotReader, WeightCarrier
 from ckptd.publish.follow import StoredWeights
@@ -186,6 +193,10 @@ class Subscriber(OfOneProcess):
     carrier
         Brings the weights by another way than the servers' memory and sockets, as
         `ckptd.publish.torch.carrier.GroupCarrier` does; the publisher has its counterpart.
+    derived
+        Of tensors that an engine has computed of the weights, which are not published themselves:
+        what refreshes them, by a glob of their names, such as ``*.w_vc``. It is called with each
+        name, an attribute of a module in `into` or an entry of it, when an update is applied.
     root
         Where no publisher is reached, the newest checkpoint of this root is loaded.
     root_layout
@@ -210,6 +221,7 @@ class Subscriber(OfOneProcess):
         budget_bytes: int | None = None,
         in_place: bool = False,
         carrier: WeightCarrier | None = None,
+        derived: Mapping[str, Callable[[str], object]] | None = None,
         root: str | os.PathLike[str] | None = None,
         root_layout: LayoutSpec | None = None,
         timeout_s: float = 60.0,
@@ -220,6 +232,7 @@ class Subscriber(OfOneProcess):
         self._budget_bytes = budget_bytes
         self._in_place = in_place
         self._carrier = carrier
+        self._derived = dict(derived or {})
         every = self._agreement.on_every_rank
         self._place: MeetingPlace | StoredWeights = every(
             lambda: StoredWeights(os.fspath(at)) if is_store(at) else MeetingPlace.of(at, secret)
@@ -230,6 +243,7 @@ class Subscriber(OfOneProcess):
                 self._state, layout, self._agreement, range(self._board.world), quantized=True
             )
         )
+        every(self._derivations)
         self._side.leaves = Leaves()  # an engine may free its tensors between updates
         self._filled = every(lambda: self._forms(look(self._state)))
         self._leaves = Leaves()
@@ -452,7 +466,19 @@ class Subscriber(OfOneProcess):
         plan = self._planned(version, leader)
         held = self._version
         same = held is not None and held.epoch == version.epoch
+        since = HeldTensors(held.number, self._proved()) if held is not None and same else None
+        return self._pulled(plan, version, leader, hold, since, in_place=self._in_place)
 
+    def _pulled(
+        self,
+        plan: PullPlan,
+        version: WeightVersion,
+        leader: ServerLink | StoredWeights,
+        hold: VersionHold,
+        since: HeldTensors | None,
+        *,
+        in_place: bool,
+    ) -> StagedPull:
         def step() -> None:
             hold.keep()
             self._pulse.beat()
@@ -467,8 +493,8 @@ class Subscriber(OfOneProcess):
             version.number,
             readers,
             budget,
-            HeldTensors(held.number, self._proved()) if held is not None and same else None,
-            in_place=self._in_place,
+            since,
+            in_place=in_place,
             step=step,
         )
         if isinstance(leader, StoredWeights):
@@ -584,6 +610,8 @@ class Subscriber(OfOneProcess):
             # What modules do as they are loaded comes after: a proof is of what was published.
             filled = {x.name for n in self._filled.tensors if (x := self._leaves.tensor(n))}
             apply_objects(self._leaves, {}, tensors=filled)
+            with torch.no_grad():
+                self._derive()
             self._settle()
         except CkptdError as error:
             problem = error
@@ -595,6 +623,112 @@ class Subscriber(OfOneProcess):
             error.state_corrupted = True
             raise
         self._version = version
+
+    def _derivations(self) -> dict[str, Callable[[str], object]]:
+        """Return what refreshes each derived tensor, by its name in the state.
+
+        Raises
+        ------
+        UsageError
+            A glob has none.
+        """
+        every: set[str] = set()
+        for name, value in self._state.items():
+            modules = value.named_modules() if isinstance(value, nn.Module) else ()
+            for at, module in modules:
+                own = {**vars(module), **module._buffers, **module._parameters}
+                found = [n for n, x in own.items() if isinstance(x, torch.Tensor)]
+                every |= {f"{at}.{n}" if at else n for n in found}
+            every |= set(value) if isinstance(value, Mapping) else {name}
+        out: dict[str, Callable[[str], object]] = {}
+        for glob, refresh in self._derived.items():
+            names = sorted(fnmatch.filter(every, glob))
+            if not names:
+                raise UsageError("no tensor has the name of a derived one", where=glob)
+            out |= dict.fromkeys(names, refresh)
+        return out
+
+    def _derive(self) -> None:
+        """Refresh what is derived of the weights."""
+        for name, refresh in self._derivations().items() if self._derived else ():
+            try:
+                refresh(name)
+            except Exception as error:
+                raise CkptdError(
+                    "a derived tensor was not refreshed", where=name, found=repr(error)[:500]
+                ) from error
+
+    def _derived_digest(self, name: str) -> bytes:
+        """Return the digest of a derived tensor as it is now."""
+        for value in self._state.values():
+            found: Any = value.get(name) if isinstance(value, Mapping) else value
+            try:
+                for part in name.split(".") if isinstance(value, nn.Module) else ():
+                    found = getattr(found, part)
+            except AttributeError:
+                continue
+            if isinstance(found, torch.Tensor):
+                return tensor_digest(found.detach().contiguous())
+        return b""
+
+    @one_at_a_time
+    def audit(self) -> tuple[str, ...]:
+        """Return names of own tensors that differ from the version that is held. Every rank calls.
+
+        Names are those of the layout, and of this rank's tensors alone.
+        The version is pulled once more, into other memory, and compared bit for bit. What is
+        derived is refreshed, and named if that changed it: it was stale.
+
+        Raises
+        ------
+        UsageError
+            No published version is held.
+        NotFoundError
+            Kind ``no-version``: its publisher does not have it any more.
+        """
+        version = self._version
+        if version is None or not version.number:
+            raise UsageError("no published version is held, so there is nothing to compare")
+        return self._agreement.on_every_rank(lambda: self._audited(version), self._pulse)
+
+    def _audited(self, version: WeightVersion) -> tuple[str, ...]:
+        entry = self._place.find()
+        leader = None if entry is None else self._connect(entry)
+        hold = None
+        if leader is not None and leader.entry.epoch == version.epoch:
+            hold = VersionHold(leader, version.number)
+        if leader is None or hold is None or not hold.good:
+            raise NotFoundError(
+                "version not available from the publisher",
+                kind="no-version",
+                where=f"version {version.number}",
+            )
+        try:
+            plan, own = self._planned(version, leader), dict(self._tensors)
+            found = self._scales(self._leaves)
+            fresh = {n: tuple(t.detach().clone() for t in x) for n, x in own.items()}
+            plan.lend(
+                {n: memory_of(x[0], n) for n, x in fresh.items()},
+                {
+                    n: ScaleMemory(x.name, memory_of(fresh[n][1], x.name), x.shape)
+                    for n, x in found.items()
+                },
+            )
+            staged = self._pulled(plan, version, leader, hold, None, in_place=True)
+            with torch.no_grad():
+                staged.apply()
+                self._settle()
+                staged.give_back()
+            names = [n for n, x in own.items() if _digests(x) != _digests(fresh[n])]
+            stale = []
+            if self._derived:
+                before = {n: self._derived_digest(n) for n in self._derivations()}
+                with torch.no_grad():
+                    self._derive()
+                stale = [n for n, was in before.items() if self._derived_digest(n) != was]
+        finally:
+            self._let_go()
+        return (*names, *stale)
 
     def _settle(self) -> None:
         """Wait until devices have what was enqueued: other streams may use the weights next."""

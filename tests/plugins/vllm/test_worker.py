@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ckptd.errors import DeadlineError
+from ckptd.errors import DeadlineError, UsageError
 
 _NAMES = {
     "vllm.distributed": ("get_tp_group", "get_world_group"),
@@ -47,17 +48,23 @@ class Answers:
         return found
 
 
-def test_ranks_give_up_after_the_same_looks_whatever_their_clocks_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The worker's module over the stand-in."""
     for name in ("vllm", *_NAMES):
         module = ModuleType(name)
         for found in _NAMES.get(name, ()):
             setattr(module, found, type(found, (), {}))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "ckptd_vllm.worker", raising=False)
-    worker = importlib.import_module("ckptd_vllm.worker")
+    found_worker = importlib.import_module("ckptd_vllm.worker")
     monkeypatch.delitem(sys.modules, "ckptd_vllm.worker")
+    return found_worker
+
+
+def test_ranks_give_up_after_the_same_looks_whatever_their_clocks_say(
+    worker: Any,
+) -> None:
     version = importlib.import_module("ckptd.publish.torch.subscriber").WeightVersion
     wanted = worker.CkptdUpdateInfo(number=3, epoch="e")
 
@@ -71,3 +78,18 @@ def test_ranks_give_up_after_the_same_looks_whatever_their_clocks_say(
     engine.receive_weights(wanted)
     assert len(late.waits) == 4
     assert engine._pulled
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_vllm_computes_of_weights_forbids_to_write_them_in_place(
+    worker: Any, inside: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert set(worker._unprocessed(model, {})) == {"0.weight", "0.bias"}
+    part = SimpleNamespace() if inside else model[0]
+    if inside:
+        model[0].impl = part
+    part.W_UV = torch.zeros(2)
+    with pytest.raises(UsageError, match="vLLM has computed others of them") as caught:
+        worker._unprocessed(model, {})
+    assert caught.value.where == "0.W_UV"
