@@ -102,7 +102,7 @@ class AttackedJob:
 
     def taken(self, node: int) -> int:
         path = self.folder / f"taken-{node}"
-        return int(path.read_text().split()[0]) if path.exists() else 0
+        return int([*path.read_text().split(), "0"][0]) if path.exists() else 0
 
     def until(self, true: Callable[[], bool], seconds: float) -> None:
         """Wait; what is wrong, or takes longer, fails the test with what all have said last."""
