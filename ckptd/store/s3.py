@@ -7,10 +7,11 @@ ignores them), compare-and-swap, ETags, rename or the order of a listing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -31,12 +32,12 @@ from ckptd.store.base import (
 )
 from ckptd.store.s3_client import S3Client, S3Options, check_installed
 from ckptd.store.s3_errors import PreconditionError, S3Answer, s3_errors
+from ckptd.store.s3_http import Flight
 from ckptd.store.s3_writer import S3Writer
 from ckptd.types import ByteRange
 
 _LEAST_PART = 5 << 20
 _LONGEST_PREFIX = 1024 - MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
-_T = TypeVar("_T")
 _Uploads = list[S3Answer]
 
 
@@ -100,7 +101,7 @@ class S3Store(Store):
         if self._hook is not None:
             self._hook(f"s3.{operation}", key)
 
-    def _place(self, key: str) -> dict[str, str]:
+    def _place(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
 
     def _where(self, key: str) -> str:
@@ -116,18 +117,12 @@ class S3Store(Store):
             self.read_into(key, byte_range.start, memoryview(data))
             return bytes(data)
 
-        async def whole() -> bytes:
+        def whole(flight: Flight) -> bytes:
             grown = bytearray()
-            await self._client.read(grown, **place)
+            self._client.read(flight, grown, **place)
             return bytes(grown)
 
-        return self._wait(where, lambda: self._client.persist(where, whole))
-
-    def _wait(
-        self, where: str, make: Callable[[], Coroutine[Any, Any, _T]], rounds: int | None = None
-    ) -> _T:
-        with s3_errors(where):
-            return self._client.wait(self._client.start(make), rounds or self._settings.tries)
+        return self._client.together(where, [whole])[0]
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by parallel ranged reads of at most `S3Options.part_bytes` each."""
@@ -137,27 +132,16 @@ class S3Store(Store):
             return
         step = self._settings.part_bytes
         starts = range(0, len(view), step)
-        # Later parts wait for a slot while earlier ones are tried again.
-        rounds = self._settings.tries * len(starts)
-        self._wait(
-            self._where(key),
-            lambda: self._client.together(
-                self._read_part(key, offset + s, view[s : s + step]) for s in starts
-            ),
-            rounds,
-        )
+        parts = [partial(self._read_part, key, offset + s, view[s : s + step]) for s in starts]
+        self._client.together(self._where(key), parts)
 
-    async def _read_part(self, key: str, start: int, part: memoryview) -> None:
-        place, where = self._place(key), self._where(key)
+    def _read_part(self, key: str, start: int, part: memoryview, flight: Flight) -> None:
+        where = self._where(key)
         wanted = f"bytes={start}-{start + len(part) - 1}"
-
-        async def once() -> None:
-            count = await self._client.read(part, Range=wanted, **place)
-            check_end(where, start + len(part), start + count)
-            if count != len(part):
-                raise StoreError("the store ignored the requested range", where=where)
-
-        await self._client.persist(where, once)
+        count = self._client.read(flight, part, Range=wanted, **self._place(key))
+        check_end(where, start + len(part), start + count)
+        if count != len(part):
+            raise StoreError("the store ignored the requested range", where=where)
 
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time of one object."""
@@ -189,7 +173,7 @@ class S3Store(Store):
             names |= {item["Prefix"][len(full) :] for item in page.parts("CommonPrefixes")}
         return sorted(n for n in names if is_segment(n.removesuffix("/")))
 
-    def _pages(self, prefix: str, **params: str) -> Iterator[S3Answer]:
+    def _pages(self, prefix: str, **params: Any) -> Iterator[S3Answer]:
         where = self._where(prefix)
         params |= {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         while True:
@@ -214,12 +198,7 @@ class S3Store(Store):
             self._resolve(key, data, error)
 
     def _put(self, where: str, data: bytes, params: dict[str, str]) -> None:
-        with s3_errors(where, len(data)):
-            self._client.wait(
-                self._client.start(
-                    lambda: self._client.request("put_object", Body=bytes(data), **params)
-                )
-            )
+        self._client.call("put_object", where, len(data), Body=bytes(data), **params)
 
     def _resolve(self, key: str, data: bytes, error: PreconditionError | StoreError) -> None:
         """Find out which put won: the answer may be to our own first try, or be lost on its way."""
@@ -261,17 +240,11 @@ class S3Store(Store):
         places = [self._place(k) for k in names]
         for key in names:
             self._step("delete_object", key)
-        rounds = self._settings.tries * max(1, len(names))
-        self._wait(
-            self.url, lambda: self._client.together(self._delete_one(p) for p in places), rounds
-        )
+        self._client.together(self.url, [partial(self._delete_one, p) for p in places])
 
-    async def _delete_one(self, place: dict[str, str]) -> None:
-        async def once() -> None:
-            with suppress(NotFoundError), s3_errors(place["Key"]):
-                await self._client.request("delete_object", **place)
-
-        await self._client.persist(place["Key"], once)
+    def _delete_one(self, place: dict[str, str], flight: Flight) -> None:
+        with suppress(NotFoundError), s3_errors(place["Key"]):
+            self._client.request(flight, "delete_object", **place)
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an object is durable, name included, when its request returns."""
@@ -302,7 +275,7 @@ class S3Store(Store):
         return sorted(swept)
 
     def _uploads(self, prefix: str) -> _Uploads:
-        params = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        params: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         found: _Uploads = []
         while True:
             page = self._client.call("list_multipart_uploads", self._where(prefix), **params)

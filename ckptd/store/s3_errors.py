@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,18 +86,20 @@ def s3_errors(where: str, size: int | None = None) -> Iterator[None]:
         raise _from_botocore(error, where) from error
     except TimeoutError as error:
         raise TransientStoreError("the store did not answer in time", where=where) from error
-    except OSError as error:  # aiohttp's connection errors are OSErrors
-        if error.errno is not None:
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            raise StoreError(
+                "no secure connection", where=where, found=error, hint="see the option verify"
+            ) from error
+        if isinstance(error, OSError) and error.errno is not None:
             known = explain(error, where, "the store failed", size)
             raise TransientStoreError(known.message, where=where, found=known.found) from error
         raise TransientStoreError(
             "no connection", where=where, found=_short(repr(error))
         ) from error
     except Exception as error:
-        found = _short(repr(error))
-        if type(error).__module__.partition(".")[0] == "aiohttp":
-            raise TransientStoreError("no connection", where=where, found=found) from error
         if isinstance(error, (KeyError, ValueError, ResponseParserError)):
+            found = _short(repr(error))
             raise StoreError("the answer cannot be read", where=where, found=found) from error
         raise
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ckptd import events
 from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError, UsageError
 from ckptd.store.base import RetrySpec, SizedWriter
 from ckptd.store.s3_client import S3Client, S3Options
-from ckptd.store.s3_errors import s3_errors
+from ckptd.store.s3_errors import S3Answer, s3_errors
+from ckptd.store.s3_http import Flight, S3Body
 from ckptd.store.wrap import Backoff
 
 MOST_PARTS = 10_000
@@ -33,14 +34,13 @@ def part_size(size: int, wanted: int) -> int:
 class S3Writer(SizedWriter):
     """Uploads full parts while the next ones are written; see `Writer`.
 
-    A part is copied out of the caller's buffers only when its upload begins, so the memory held is
-    `S3Options.parts_in_flight` parts, not the object.
+    Parts are sent from the caller's buffers, without a copy.
     """
 
     def __init__(
         self,
         client: S3Client,
-        place: dict[str, str],
+        place: dict[str, Any],
         where: str,
         size: int,
         *,
@@ -55,6 +55,7 @@ class S3Writer(SizedWriter):
         self._part_bytes = part_size(size, options.part_bytes)
         self._views: list[memoryview] = []  # of the part under way; the caller keeps them unchanged
         self._held = 0
+        self._flight = Flight()
         self._flying: deque[Future[dict[str, Any]]] = deque()
         self._parts: list[dict[str, Any]] = []
         self._upload: str | None = None
@@ -79,36 +80,36 @@ class S3Writer(SizedWriter):
             self._land()
         self._step("upload_part")
         self._begun += 1
-        body, number = b"".join(self._views), self._begun
-        self._views.clear()
-        self._held = 0
-        self._flying.append(self._start(body, number))
+        act = partial(self._upload_part, self._views, self._begun)
+        self._views, self._held = [], 0
+        self._flying.append(self._client.start(self._flight, self.key, act))
 
-    def _start(self, body: bytes, number: int) -> Future[dict[str, Any]]:
-        async def once() -> dict[str, Any]:
-            with self._uploading.piece(len(body)):
-                answer = await self._client.request(
-                    "upload_part",
-                    Body=io.BytesIO(body),
-                    PartNumber=number,
-                    UploadId=self._upload,
-                    **self._place,
-                )
-            return {"PartNumber": number, "ETag": answer["ETag"]}
+    def _upload_part(self, views: list[memoryview], number: int, flight: Flight) -> dict[str, Any]:
+        more = {"PartNumber": number, "UploadId": self._upload}
+        return {
+            "PartNumber": number,
+            "ETag": self._send("upload_part", views, flight, **more)["ETag"],
+        }
 
-        return self._client.start(lambda: self._client.persist(self.key, once))
+    def _send(
+        self, operation: str, views: list[memoryview], flight: Flight, **more: Any
+    ) -> S3Answer:
+        body = S3Body(views)
+        with self._uploading.piece(len(body)):
+            return self._client.request(flight, operation, Body=body, **more, **self._place)
 
     def _land(self) -> None:
-        future = self._flying.popleft()
         with s3_errors(self.key, self.size):
-            # Parts of other uploads may hold the slots for a while.
-            self._parts.append(self._client.wait(future, 4 * self._options.tries))
+            # Parts of other uploads may hold the threads for a while.
+            rounds = 4 * self._options.tries
+            self._parts += self._client.wait([self._flying.popleft()], self._flight, rounds)
 
     def _finish(self) -> None:
         if self._upload is None:
             self._step("put_object")
             self._completing = True
-            self._put(b"".join(self._views))
+            put = partial(self._send, "put_object", self._views)
+            self._client.together(self.key, [put], self.size)
         else:
             if self._held or not self._begun:
                 self._send_part()
@@ -119,17 +120,6 @@ class S3Writer(SizedWriter):
             self._complete()
         self._uploading.emit()
         self._views.clear()
-
-    def _put(self, body: bytes) -> None:
-        async def once() -> dict[str, Any]:
-            with self._uploading.piece(len(body)):
-                return await self._client.request(
-                    "put_object", Body=io.BytesIO(body), **self._place
-                )
-
-        with s3_errors(self.key, self.size):
-            future = self._client.start(lambda: self._client.persist(self.key, once))
-            self._client.wait(future, 4 * self._options.tries)
 
     def _complete(self) -> None:
         """Complete the upload; after a lost answer, the object that stands there decides."""
@@ -162,11 +152,10 @@ class S3Writer(SizedWriter):
         return int(answer["ContentLength"]) == self.size
 
     def _drop(self) -> None:
+        self._flight.end()
         for future in self._flying:
             future.cancel()
-        for future in self._flying:
-            with suppress(BaseException):
-                self._client.wait(future)
+        wait(self._flying, self._options.connect_timeout_s)
         self._flying.clear()
         self._views.clear()
         if self._upload is not None:

@@ -94,7 +94,7 @@ PACKAGES = (
     "zstandard",
     "safetensors",
     "fsspec",
-    "aiobotocore",
+    "botocore",
     "torch",
 )
 _MOST_NAME_BYTES = 64

@@ -6,7 +6,6 @@ itself never starts a thread, so its forks are clean.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
@@ -165,13 +164,8 @@ def _tell(life: Life) -> None:
 @cache
 def _warm_up() -> None:
     """Import and read what every S3 store would at its first call: forks have it then."""
-
-    async def connect() -> None:
-        keys = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
-        async with s3_client._session(None).create_client("s3", region_name="us-east-1", **keys):
-            pass
-
-    asyncio.run(connect())
+    keys = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
+    s3_client._session(None).create_client("s3", region_name="us-east-1", **keys)
 
 
 def main() -> None:
