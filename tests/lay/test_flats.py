@@ -12,8 +12,8 @@ from ckptd.errors import UsageError
 from ckptd.lay.flats import FlatSlot, cell_cuts, flat_axis, pack, shares
 from ckptd.lay.local import local_tensors
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.table import Row, bucket_table
 from ckptd.types import Box
+from tests.lay.table import Row, bucket_table
 from tests.lay.world import bound
 
 
