@@ -18,7 +18,7 @@ import numpy as np
 from ckptd.checkpoint.format.names import generation_key
 from ckptd.checkpoint.format.records import Generation
 from ckptd.checkpoint.root.index import Index, seconds_of
-from ckptd.checkpoint.root.policy import check_positive
+from ckptd.checkpoint.root.policy import check_given, check_positive
 from ckptd.errors import UsageError
 
 NODE_MTBF_HOURS = 54 * 24 * (16_384 // 8) / 419
@@ -78,8 +78,7 @@ class Auto:
                     wanted="mtbf_hours, or nodes with node_mtbf_hours",
                     found=repr(self),
                 )
-        if self.nodes is not None:
-            check_positive("nodes", self.nodes, (int,))
+        check_given(self, (int,), "nodes")
         check_positive("node_mtbf_hours", self.node_mtbf_hours, (int, float))
         check_positive("max_minutes", self.max_minutes, (int, float))
         check_positive("beyond_near", self.beyond_near, (int, float))

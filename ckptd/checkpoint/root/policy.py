@@ -28,6 +28,13 @@ def check_positive(name: str, value: object, kinds: tuple[type[int | float], ...
         raise UsageError(f"{name} must be positive", where=name, found=repr(value))
 
 
+def check_given(options: object, kinds: tuple[type[int | float], ...], *names: str) -> None:
+    """Check the numbers that a group of options has, where they are given."""
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            check_positive(name, value, kinds)
+
+
 def plain_int(value: Any) -> Any:
     """Return an integer of another type (numpy's, say) as an int, and all else as it is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -53,10 +60,8 @@ class Every:
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise UsageError("Every needs steps or minutes", wanted="Every(steps=100)")
-        if self.steps is not None:
-            check_positive("steps", self.steps, (int,))
-        if self.minutes is not None:
-            check_positive("minutes", self.minutes, (int, float))
+        check_given(self, (int,), "steps")
+        check_given(self, (int, float), "minutes")
 
     @staticmethod
     def of(value: int | Every) -> Every:
@@ -110,10 +115,7 @@ class Keep:
     best: Best | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None:
-            check_positive("last", self.last, (int,))
-        if self.every_steps is not None:
-            check_positive("every_steps", self.every_steps, (int,))
+        check_given(self, (int,), "last", "every_steps")
         if self.every is not None:
             if not isinstance(self.every, timedelta):
                 raise UsageError("every must be a timedelta", found=repr(self.every))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import msgspec
 
 from ckptd.checkpoint.root.opening import root_spec
-from ckptd.checkpoint.root.policy import Every, check_positive
+from ckptd.checkpoint.root.policy import Every, check_given, check_positive
 from ckptd.errors import UsageError
 from ckptd.store import StoreSpec
 
@@ -69,8 +69,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         check_positive("agent_ttl_s", self.agent_ttl_s, (int, float))
-        if self.budget_bytes is not None:
-            check_positive("budget_bytes", self.budget_bytes, (int,))
+        check_given(self, (int,), "budget_bytes")
 
 
 @dataclass(frozen=True, slots=True)

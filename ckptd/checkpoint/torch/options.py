@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from ckptd.checkpoint.root.policy import check_positive
+from ckptd.checkpoint.root.policy import check_given, check_positive
 from ckptd.errors import UsageError
 
 T = TypeVar("T")
@@ -73,8 +73,7 @@ class CopyOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         one_of("lazy", self.lazy, get_args(Lazy))
         one_of("when_full", self.when_full, get_args(WhenFull))
-        if self.slots is not None:
-            check_positive("slots", self.slots, (int,))
+        check_given(self, (int,), "slots")
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
