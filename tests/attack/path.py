@@ -41,7 +41,7 @@ class Attacker:
         self._dice = random.Random(seed)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._hellos: list[tuple[tuple[str, int], bytes]] = []
+        self._hellos: list[tuple[tuple[str, int], bytes, str]] = []
         kinds = set(_OURS.values())
         self._seen = {kind: (folder / f"seen-{kind}").open("ab", buffering=0) for kind in kinds}
         self._listener = socket.create_server(("0.0.0.0", PORT), backlog=512)
@@ -88,7 +88,7 @@ class Attacker:
                 self._count(f"connections of {ours or 'torch and others'}")
                 if ours:
                     with self._lock:
-                        self._hellos = [*self._hellos[-200:], (target, first)]
+                        self._hellos = [*self._hellos[-200:], (target, first, ours)]
                 back = threading.Thread(target=self._pass, args=(server, client, ours), daemon=True)
                 back.start()
                 self._pass(client, server, ours)
@@ -135,7 +135,7 @@ class Attacker:
                 answer = server.recv(1 << 16)
                 server.sendall(heard[1][::-1])
                 self._count("replay")
-                self._keep(answer, "TLS")
+                self._keep(answer, heard[2])
 
 
 def _peeked(client: socket.socket, server: socket.socket) -> bytes:
