@@ -113,6 +113,26 @@ class Slot:
         else:
             np.copyto(self.place(start, start + len(source)), source)
 
+    def fill(self, runs: NDArray[np.int64]) -> None:
+        """Copy runs of bytes that nobody frees meanwhile; the kernel need not be able to read them.
+
+        Parameters
+        ----------
+        runs
+            As of `read`.
+
+        Raises
+        ------
+        SaveError
+            As of `put`.
+        """
+        if self._fresh:
+            self.read(runs)
+            return
+        base = self.place(0, self.nbytes).ctypes.data
+        for at, start, nbytes in zip(*runs.T.tolist(), strict=True):  # no list for each
+            ctypes.memmove(base + start, at, nbytes)
+
     def read(self, runs: NDArray[np.int64]) -> None:
         """Copy runs of bytes that another thread may free meanwhile: an error then, and no signal.
 

@@ -23,6 +23,7 @@ from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Axis
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
+from ckptd.base.runtime.pauses import no_collection
 from ckptd.checkpoint.format.container import ChunkRef, FileMap
 from ckptd.checkpoint.format.manifest import (
     INLINE_BYTES,
@@ -182,6 +183,7 @@ class _Balance:
         return rank
 
 
+@no_collection()
 def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     """Decide which rank writes what, from every distinct structure of the job.
 

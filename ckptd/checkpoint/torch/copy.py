@@ -293,14 +293,17 @@ class CopySources:
             found.append(_part(local, step.part))
         return found
 
-    def copy(self, number: int, slot: Slot) -> None:
-        """Copy a step's tensor, which is on the host, into its place in the slot."""
-        step = self.form.steps[number]
-        if self.form.plain[number]:
-            self._check_there((number,))
-            slot.put(step.start, self._bytes(number))
-        else:
-            _copy(self.source(number), slot.place(step.start, step.end))
+    def copy(self, numbers: Sequence[int], slot: Slot) -> None:
+        """Copy the tensors of some steps, which are on the host, into their places in the slot."""
+        form = self.form
+        plain = [n for n in numbers if form.plain[n]]
+        self._check_there(plain)
+        if plain:
+            slot.fill(form.runs[plain])
+        for number in numbers if len(plain) < len(numbers) else ():
+            if not form.plain[number]:
+                step = form.steps[number]
+                _copy(self.source(number), slot.place(step.start, step.end))
 
     def _bytes(self, number: int) -> _Bytes:
         at, _, nbytes = self.form.runs[number].tolist()
@@ -452,9 +455,8 @@ class Snapshot:
 
     def copy_now(self) -> None:
         """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
-        for number in self._form.early:
-            self._live.copy(number, self._slot)
-        for number in self._form.early:
+        self._live.copy(self._form.early, self._slot)
+        for number in self._form.early if self._form.shared else ():
             name = self._steps[number].name
             if name in self._form.shared and not self._live.is_copied(number, self._slot):
                 self._unsteady.append(name)

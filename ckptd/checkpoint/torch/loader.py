@@ -372,6 +372,7 @@ def _as_next(raw: bytes) -> Next:
     return next(n for n in _NEXT if n.encode() == raw)
 
 
+@no_collection()
 def check_witness(witness: Witness, plan: WitnessPlan, filemap: FileMap, filling: Filling) -> None:
     """Compare the filled targets with the witness, at no extra read of data.
 

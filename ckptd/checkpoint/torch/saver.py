@@ -377,12 +377,14 @@ class Saver:
         rank = self._board.rank
         if self._steps_of != plan.digest:
             build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
-            self._steps = copy_steps(plan, rank, laid, self._describer)
+            with no_collection():
+                self._steps = copy_steps(plan, rank, laid, self._describer)
             self._steps_of = plan.digest
         tensor_bytes = plan.filemap.data_bytes(rank)
         total = tensor_bytes + sum(map(len, bodies))
         handle.total_bytes = total
-        sources = self._sources_of(laid)
+        with no_collection():
+            sources = self._sources_of(laid)
         holders = self._planner.holders
         samples = None
         if holders is not None:
@@ -397,7 +399,7 @@ class Saver:
         scope = events.current()  # the copier's thread does not inherit it
         try:
             client.begin(save, plan, handle, key, slot)
-            with events.span("enqueue"):
+            with events.span("enqueue"), no_collection():
                 snapshot = Snapshot(
                     sources,
                     slot,

@@ -46,6 +46,21 @@ def test_a_slot_cannot_be_cut_short_under_those_who_map_it() -> None:
         slot.close()
 
 
+@pytest.mark.parametrize("touched", [False, True])
+def test_runs_are_put_into_their_places(touched: bool) -> None:
+    slot, source = Slot(0, 100), np.arange(40, dtype=np.uint8)
+    slot.begin(1)
+    if touched:
+        slot.allocate()
+    at = source.ctypes.data
+    slot.fill(np.array([(at, 60, 10), (at + 30, 0, 10), (at, 20, 0)]))
+    assert bytes(slot.data[:10]) == bytes(range(30, 40))
+    assert bytes(slot.data[60:70]) == bytes(range(10))
+    assert not any(slot.data[10:60])
+    assert not any(slot.data[70:])
+    slot.close()
+
+
 def test_another_process_sees_the_same_slot() -> None:
     slot = Slot(3, 5000)
     other = Slot(3, 5000, os.dup(slot.fd))

@@ -57,6 +57,31 @@ def test_the_first_save_makes_few_calls_for_each_tensor(tmp_path: Path) -> None:
     assert calls[0] / (4 * PARAMETERS) <= 60
 
 
+def test_saves_of_mere_tensors_make_few_calls(tmp_path: Path) -> None:
+    live = {f"layer.{i}": torch.full((4,), float(i)) for i in range(4 * PARAMETERS)}
+    calls: list[int] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        calls[-1] += event == "call"
+
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        for step in (1, 2):
+            calls.append(0)
+            sys.setprofile(note)
+            try:
+                handle = ck.save(step, live)
+            finally:
+                sys.setprofile(None)
+            handle.durable()
+            live["layer.7"] += 1.0
+        live["layer.7"].zero_()
+        ck.load(live)
+    assert live["layer.7"].tolist() == [8.0] * 4
+    assert all(live[f"layer.{i}"].tolist() == [float(i)] * 4 for i in range(900) if i != 7)
+    assert calls[0] / (4 * PARAMETERS) <= 45
+    assert calls[1] / (4 * PARAMETERS) <= 10
+
+
 def _others() -> Iterator[dict[str, torch.Tensor]]:
     """Yield states of two names that differ in one thing from the one before."""
     a, b = torch.arange(16.0).view(4, 4), torch.arange(8.0)

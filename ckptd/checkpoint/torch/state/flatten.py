@@ -54,9 +54,12 @@ def _is_batches(value: object) -> TypeGuard[Batches]:
     return is_of(value, "ckptd.checkpoint.torch.data.batches", "Batches")
 
 
+_HEAVY = (torch.Tensor, nn.Module, torch.optim.Optimizer)
+
+
 def is_heavy(site: Site) -> bool:
     """Whether a site gives tensors: these are recalled, all others are read again."""
-    return isinstance(site.value, nn.Module | torch.optim.Optimizer | torch.Tensor)
+    return isinstance(site.value, _HEAVY)
 
 
 class _Look(msgspec.Struct):
@@ -393,13 +396,21 @@ def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
 
 
 def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
-    with contextlib.nullcontext() if is_heavy(site) else sink.afresh():
+    if is_heavy(site):
+        _add_one(sink, site, owners)
+        return
+    with sink.afresh():
         _add_one(sink, site, owners)
 
 
 def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:
     place, value = site.place, site.value
-    if isinstance(value, PerRank):
+    if isinstance(value, torch.Tensor):
+        for leaf in sink.add(place, value, "tensor"):
+            lazy = not value.is_cpu and (value.is_conj() or value.is_neg())
+            if lazy and leaf.assign is not None and leaf.name == place.name:
+                leaf.assign = site.put  # a device of others may keep these bits elsewhere
+    elif isinstance(value, PerRank):
         _add_per_rank(sink, site, value)
     elif isinstance(value, Rng | torch.Generator):
         _add_per_rank(sink, site, PerRank(value, on_change="reseed"))
@@ -410,11 +421,6 @@ def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:
     elif isinstance(value, torch.optim.Optimizer):
         add_optimizer(sink, place, value, owners, site.speaker)
         sink.leaves.optimizers.append(value)
-    elif isinstance(value, torch.Tensor):
-        for leaf in sink.add(place, value, "tensor"):
-            lazy = not value.is_cpu and (value.is_conj() or value.is_neg())
-            if lazy and leaf.assign is not None and leaf.name == place.name:
-                leaf.assign = site.put  # a device of others may keep these bits elsewhere
     elif isinstance(value, np.ndarray):
         add_array(sink, place, value, site.put)
     elif is_stateful(value):

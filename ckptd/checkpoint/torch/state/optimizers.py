@@ -207,6 +207,8 @@ class ParameterOwners:
             for entry in module_tensors(site.value, site.place):
                 own.setdefault(id(entry.tensor), entry.fqn)
                 self._full.setdefault(id(entry.tensor), f"{name}.{entry.fqn}")
+        elif isinstance(site.value, torch.Tensor):
+            self._full.setdefault(id(site.value), name)
         else:
             for at, tensor in _tensors_in(name, site.value, set()):
                 self._full.setdefault(id(tensor), at)

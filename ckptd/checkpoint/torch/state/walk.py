@@ -377,7 +377,8 @@ class _Walker(Nesting):
         self._saved = saved
 
     def visit(self, place: StatePlace, value: Any, put: Callable[[Any], None]) -> Iterator[Site]:
-        if is_live(value) or not isinstance(value, dict | list | tuple):
+        # Tensors are most of a state, and asking whether an object is live costs most of a walk.
+        if not isinstance(value, (dict, list, tuple)) or is_live(value):
             yield Site(place, value, put)
             return
         self.enter(value, place.path)
