@@ -111,6 +111,7 @@ SHOWN_CALLS = 32
 """Calls of a rank that are stored as text."""
 _WITH_STACKS = frozenset(
     {
+        VerdictKind.CRASH,
         VerdictKind.HANG,
         VerdictKind.DEADLOCK,
         VerdictKind.COMM_HANG,
@@ -137,7 +138,9 @@ class WantedEvidence:
             if verdict.kind not in _WITH_STACKS:
                 continue
             named = suspected_ranks(verdict, job)[:MOST_RANKS]
-            inside = job.ranks["rank"][job.ranks["pending_group"] != 0]
+            # Of a crash the output of the others shows whether it was the first.
+            crash = verdict.kind is VerdictKind.CRASH
+            inside = job.ranks["rank"][crash | (job.ranks["pending_group"] != 0)]
             others = [r for r in inside[: MOST_RANKS + WAITING_RANKS].tolist() if r not in named][
                 :WAITING_RANKS
             ]

@@ -33,8 +33,14 @@ def test_each_agent_is_told_of_its_own_ranks() -> None:
 
 def test_what_does_not_stand_still_needs_no_stacks() -> None:
     evidence = WantedEvidence()
-    evidence.want([verdict(VerdictKind.SLOW_RANK, 5), verdict(VerdictKind.CRASH, 5)], JOB, 0.0)
+    evidence.want([verdict(VerdictKind.SLOW_RANK, 5)], JOB, 0.0)
     assert evidence.orders(range(16)) == ()
+
+
+def test_a_crash_wants_what_it_and_two_others_have_printed() -> None:
+    evidence = WantedEvidence()
+    evidence.want([verdict(VerdictKind.CRASH, 5)], JOB, 0.0)
+    assert evidence.orders(range(16)) == (0, 1, 5)
 
 
 def test_of_many_suspects_some_are_asked() -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,6 +26,7 @@ import msgspec
 
 from ckptd.monitor.agent.probes import measure
 from ckptd.monitor.report import LinkProbe, ProbeResult, Stack
+from ckptd.monitor.rules.said import KERNEL, class_of, process_of
 
 # --- stacks of processes --------------------------------------------------------------------------
 
@@ -147,11 +149,27 @@ def _short(text: str) -> str:
 _MOST_LOG = 8192
 
 
-def last_output(pid: int) -> str:
-    """Return the end of the files that a process prints to; of a pipe or a terminal, nothing."""
-    found: dict[tuple[int, int], str] = {}
+def output_files(pid: int) -> tuple[str, ...]:
+    """Return the names of the files that a process prints to, errors first."""
+    found = []
     for fd in (2, 1):
-        path = Path(f"/proc/{pid}/fd/{fd}")
+        with suppress(OSError):
+            if stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{fd}").st_mode):
+                found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return tuple(found)
+
+
+def last_output(pid: int | None, files: Iterable[str] = ()) -> str:
+    """Return the end of the files that a process prints to; of a pipe or a terminal, nothing.
+
+    Parameters
+    ----------
+    pid
+        The process; None if it has ended, and `files` are what it printed to.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for name in files if pid is None else [f"/proc/{pid}/fd/{fd}" for fd in (2, 1)]:
+        path = Path(name)
         with suppress(OSError):
             place = path.stat()
             if stat.S_ISREG(place.st_mode) and place.st_size:  # to open a pipe would be to read it
@@ -160,6 +178,42 @@ def last_output(pid: int) -> str:
                     tail = file.read(_MOST_LOG).decode(errors="replace")
                 found[place.st_dev, place.st_ino] = tail.removesuffix("\n")
     return "\n".join(found.values())
+
+
+_KERNEL_S = 120.0
+_MOST_KERNEL = 20
+
+
+def kernel_lines(ranks: Mapping[int, int]) -> list[tuple[int | None, str]]:
+    """Return the kernel's last lines about a fault, with the rank; none where they are not seen.
+
+    Parameters
+    ----------
+    ranks
+        Ranks by process. What concerns other processes of this machine is left out.
+    """
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    found = deque[tuple[int | None, str]](maxlen=_MOST_KERNEL)
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    try:
+        while True:
+            with suppress(BrokenPipeError):  # lines were overwritten: go on behind them
+                head, _, text = os.read(fd, 8192).decode(errors="replace").partition(";")
+                at = booted + int(head.split(",")[2]) / 1e6
+                kind, text = class_of(text), text.partition("\n")[0]
+                if kind is None or time.time() - at > _KERNEL_S:
+                    continue
+                process = process_of(text)
+                if process in ranks or (process is None and kind.name != "host memory"):
+                    clock = time.strftime("%Y-%m-%d %T", time.localtime(at))
+                    found.append((ranks.get(process or 0), f"{KERNEL}: {clock} {text}"))
+    except (OSError, ValueError, IndexError):  # the end, mostly
+        return list(found)
+    finally:
+        os.close(fd)
 
 
 # --- evidence -------------------------------------------------------------------------------------
@@ -191,6 +245,8 @@ class EvidenceTaker:
         self._secret = secret
         self._report = report
         self._kept: dict[int, tuple[int, Stack]] = {}
+        self._files: dict[int, tuple[int, tuple[str, ...]]] = {}
+        """Process of each rank, and where it prints to."""
         self._asked: dict[tuple[int, bool], float] = {}
         self._lock = threading.Lock()
         self._work: dict[str, _Work] = {}
@@ -238,10 +294,11 @@ class EvidenceTaker:
                 lambda: self._report({}, {}, tuple(measure(p, self._secret) for p in probes)),
             )
 
-    def forget(self, rank: int) -> None:
-        """Drop what was kept of a rank: none of it is true of the rank's next process."""
+    def follow(self, rank: int, pid: int | None) -> None:
+        """Drop what was kept of a rank, and keep where its next process prints to."""
         with self._lock:
             self._kept.pop(rank, None)
+            self._files[rank] = (pid or 0, () if pid is None else output_files(pid))
 
     # --- in the threads -------------------------------------------------------------------------
 
@@ -255,8 +312,15 @@ class EvidenceTaker:
     def _take(self, pids: Mapping[int, int | None]) -> None:
         fresh = take_stacks((rank, pid) for rank, pid in pids.items() if pid is not None)
         found = {rank: self._joined(rank, pid, fresh.get(rank)) for rank, pid in pids.items()}
-        logs = {rank: last_output(pid) for rank, pid in pids.items() if pid is not None}
-        self._report(found, {rank: log for rank, log in logs.items() if log}, ())
+        with self._lock:
+            files = dict(self._files)
+        logs = {rank: last_output(pid, files.get(rank, (0, ()))[1]) for rank, pid in pids.items()}
+        logs = {rank: log for rank, log in logs.items() if log}
+        for rank, line in kernel_lines({pid: rank for rank, (pid, _) in files.items()}):
+            mine = min(pids) if rank is None else rank
+            logs[mine] = f"{logs.get(mine, '')}\n{line}".lstrip()
+        found = {rank: stack for rank, stack in found.items() if stack.how or rank not in logs}
+        self._report(found, logs, ())
 
     def _joined(self, rank: int, pid: int | None, fresh: Stack | None) -> Stack:
         """Return the fresh stacks of a rank and the kept ones behind them."""

@@ -138,7 +138,7 @@ class Watcher:
 
     def _turn(self, now: float) -> None:
         for ring in self._rings.refresh(now):
-            self._evidence.forget(ring.rank)
+            self._evidence.follow(ring.rank, ring.process.pid if ring.process else None)
             self._urgent = True
         dead = [ring for ring in list(self._rings.ranks.values()) if self._look(ring, now)]
         self._keep_evidence(now)

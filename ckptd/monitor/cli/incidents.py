@@ -237,6 +237,9 @@ def _show(incident: dict[str, Any]) -> None:
 
 def _show_evidence(incident: dict[str, Any]) -> None:
     suspects = {s["name"] for s in incident["verdict"]["suspects"] if s["target"] == "rank"}
+    if incident.get("said"):
+        print("\nwhat the job says, and > where it begins:")
+        _print_block(incident["said"])
     for rank, stack in sorted(incident["stacks"].items(), key=lambda i: i[0] not in suspects):
         print(f"\nstacks of rank {rank} ({stack['how'] or 'not taken'}):")
         _print_block(stack["text"])

@@ -22,6 +22,7 @@ from ckptd.monitor.incidents import Incident, WantedEvidence
 from ckptd.monitor.job import NO_EXIT, CallFlag, phase_name
 from ckptd.monitor.links import Effect
 from ckptd.monitor.report import GroupInfo, ProbeResult, Stack
+from ckptd.monitor.rules.said import said_of
 from ckptd.monitor.rules.slow import SHARE
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import STOPS, Suspect, SuspectKind, Verdict, VerdictKind
@@ -619,6 +620,7 @@ class IncidentDocument(Struct, frozen=True, kw_only=True):
     """An `Incident`. The evidence itself is in the document of a single incident only.
 
     `cost` is the share of the job that it takes while it lasts; None where that is not known.
+    `said` is what the output of its ranks shows.
     """
 
     id: str
@@ -645,6 +647,7 @@ class IncidentDocument(Struct, frozen=True, kw_only=True):
     stacks: dict[int, Stack] | UnsetType = UNSET
     calls: dict[int, str] | UnsetType = UNSET
     logs: dict[int, str] | UnsetType = UNSET
+    said: str | UnsetType = UNSET
     probes: tuple[ProbeResult, ...] | UnsetType = UNSET
     proposal: Proposal | UnsetType | None = UNSET
 
@@ -684,6 +687,7 @@ class IncidentDocument(Struct, frozen=True, kw_only=True):
             evidence=counts,
             proposal=proposal,
             headline=headline(incident),
+            said=said_of(incident.logs) if evidence else UNSET,
             cost=1.0 if incident.kind in STOPS else numbers.get(SHARE),
             **fields,
         )

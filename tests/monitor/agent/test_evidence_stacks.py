@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.monitor.agent import evidence
-from ckptd.monitor.agent.evidence import last_output, py_spy, take_stack, take_stacks
+from ckptd.monitor.agent.evidence import last_output, output_files, py_spy, take_stack, take_stacks
 from tests.processes import stop, until
 
 STUCK = """
@@ -129,3 +129,16 @@ def test_endless_text_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         stack = take_stack(process.pid, 60)
     assert len(stack.text) <= 1 << 16
     assert "In the kernel" in stack.text
+
+
+def test_the_output_of_a_process_that_has_ended_is_in_its_files(tmp_path: Path) -> None:
+    with (tmp_path / "err").open("w") as file:
+        program = "import sys; sys.stderr.write('KeyError: 1'); sys.stderr.flush(); input()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=file, stderr=file
+        )
+    until(lambda: "KeyError" in last_output(process.pid), "nothing is printed")
+    files = output_files(process.pid)
+    process.communicate(b"\n")
+    assert last_output(None) == ""
+    assert last_output(None, files) == "KeyError: 1"

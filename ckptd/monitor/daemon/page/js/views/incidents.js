@@ -136,7 +136,7 @@ function page(i, acknowledged) {
     v.rules_out.length ? section("Rules out", h("ul", { class: "plain" }, v.rules_out.map((r) => h("li", {}, sentence(r))))) : null,
     section("Would be refuted by", h("p", {}, sentence(v.refuted_by))),
     Object.keys(v.numbers ?? {}).length ? section("Numbers", h("dl", { class: "numbers" }, Object.entries(v.numbers).map(([k, n]) => h("div", {}, h("dt", {}, k.replaceAll("_", " ")), h("dd", {}, figure(n)))))) : null,
-    consequences(i), probes(i.probes), texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
+    consequences(i), probes(i.probes), i.said ? section("What the job says", h("pre", { tabindex: "0" }, i.said)) : null, texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
 }
 
 /** What it has cost so far: from its first sign to when it was last seen, of all ranks of the job. */

@@ -1,0 +1,278 @@
+"""The failure that a job tells of: lines of its ranks and of the kernel, joined by time.
+
+Rules alone: each class is a pattern and what to do next. A line that only follows from another
+failure (a peer is gone, a call timed out) counts where no line shows a cause. Classes are those of
+the published taxonomies of NVRx (numbers of its categories) and ByteRobust (its symptoms).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+KERNEL = "kernel"
+"""Source of the kernel's lines."""
+_MOST_LINES = 20_000
+_MOST_SHOWN = 40
+_BESIDE = 3
+
+
+class SaidClass(NamedTuple):
+    """A class of failures, by what is said of it.
+
+    Attributes
+    ----------
+    name
+        In a few words.
+    pattern
+        Of a line that shows it.
+    action
+        What to do next.
+    nvrx, symptom
+        Categories of NVRx, and the symptom of ByteRobust; empty for none.
+    follows
+        Whether another failure is its usual cause.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    action: str
+    nvrx: str = ""
+    symptom: str = ""
+    follows: bool = False
+
+
+def _classes() -> Iterator[SaidClass]:
+    """Yield the classes of the table beside this module, those that are looked for first first."""
+    table = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
+    for row in table[1:]:
+        name, follows, nvrx, symptom, action, pattern = row.split("\t")
+        fits = re.compile(pattern, re.IGNORECASE)
+        yield SaidClass(name, fits, action, nvrx, symptom, bool(follows))
+
+
+CLASSES = tuple(_classes())
+_ERROR = SaidClass(
+    "program", re.compile("$^"), "mend the program: it ends so again", "28", "User code error"
+)
+"""An error of Python that is in no other class."""
+_OF_ALL = frozenset({"calls differ", "not all came", "taken away", "port taken"})
+"""Of these a rank tells that it has noticed, and not that it is the cause."""
+
+_PREFIX = re.compile(r"\[?(?:rank|default|local_rank) ?(\d+)\]?: ?|\[(\d+)\]: ?", re.IGNORECASE)
+_RANK = re.compile(
+    r"\bRank (\d+)\]|local_rank: (\d+)|\brank\s*:\s*(\d+)|Ranks? (\d+) failed to|"
+    r"\[Rank (\d+)\]: Ranks? (?P<named>\d+) failed",
+    re.IGNORECASE,
+)
+_PID = re.compile(r"(?:[Kk]illed process |pid=|PID )(\d+)")
+_CLOCKS = (
+    re.compile(r"\[[A-Z](?P<month>\d\d)(?P<day>\d\d) (?P<time>\d\d:\d\d:\d\d)(?P<part>\.\d+)?"),
+    re.compile(
+        r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[ T](?P<time>\d\d:\d\d:\d\d)(?P<part>[.,]\d+)?"
+    ),
+    re.compile(r"(?:\w{3} )?(?P<name>[A-Z][a-z]{2}) +(?P<day>\d\d?) (?P<time>\d\d:\d\d:\d\d)"),
+)
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failed)?(?::|$)")
+
+
+class SaidLine(NamedTuple):
+    """A line; `at` are seconds of the year by its own time or the one before it, if any."""
+
+    at: float | None
+    source: str
+    rank: int | None
+    text: str
+    kind: SaidClass | None
+
+
+class Said(NamedTuple):
+    """The class, ranks and place that lines show.
+
+    Attributes
+    ----------
+    kind
+        The class of the first abnormal line.
+    ranks
+        Ranks that it is about; empty where it names none.
+    first
+        Its place among `lines`.
+    lines
+        All lines, joined by time.
+    """
+
+    kind: SaidClass
+    ranks: tuple[int, ...]
+    first: int
+    lines: tuple[SaidLine, ...]
+
+    def view(self) -> str:
+        """Return the abnormal lines and those beside the first, which is marked, as text."""
+        near = range(max(self.first - _BESIDE, 0), self.first + _BESIDE + 1)
+        shown = [n for n, line in enumerate(self.lines) if line.kind is not None or n in near]
+        at = shown.index(self.first)
+        begin = max(min(at - _MOST_SHOWN // 2, len(shown) - _MOST_SHOWN), 0)
+        return "\n".join(self._row(n) for n in shown[begin : begin + _MOST_SHOWN])
+
+    def _row(self, number: int) -> str:
+        line = self.lines[number]
+        seconds = None if line.at is None else line.at % 86400
+        clock = " " * 8
+        if seconds is not None:
+            clock = f"{seconds // 3600:02.0f}:{seconds // 60 % 60:02.0f}:{int(seconds % 60):02d}"
+        mark = ">" if number == self.first else " "
+        return f"{mark} {clock} {line.source}: {line.text}"
+
+
+def said(texts: Mapping[str, str], pids: Mapping[int, int] | None = None) -> Said | None:
+    """Return what the first abnormal line shows; None where no line is abnormal.
+
+    Parameters
+    ----------
+    texts
+        Output by its source: ``rank N``, a node, or `KERNEL`.
+    pids
+        Ranks by process, for lines that name one.
+    """
+    lines = [line for source, text in texts.items() for line in _lines(source, text, pids or {})]
+    # Lines without any time stay behind those that have one, in the order of the sources.
+    lines.sort(key=lambda line: (line.at is None, line.at or 0.0))
+    abnormal = [n for n, line in enumerate(lines) if line.kind is not None]
+    causes = [n for n in abnormal if not _of(lines, n).follows]
+    if not abnormal:
+        return None
+    # The kernel and a class of its own say more than an error of Python, and that than an end.
+    first = min(causes or abnormal, key=lambda n: (_weight(lines[n], lines), n))
+    kind = _of(lines, first)
+    if kind.follows:
+        ranks = _quiet(texts, lines, abnormal)
+    elif kind.name in _OF_ALL:
+        ranks = ()
+    else:
+        ranks = tuple(r for r in [lines[first].rank] if r is not None)
+        same = {line.rank for line in lines if line.kind is kind and line.at == lines[first].at}
+        if lines[first].at is None and not ranks:
+            ranks = tuple(sorted(r for r in same if r is not None))
+    return Said(kind, ranks, first, tuple(lines))
+
+
+def process_of(text: str) -> int | None:
+    """Return the process that a line names, if any."""
+    found = _PID.search(text)
+    return int(found[1]) if found else None
+
+
+def said_of(logs: Mapping[int, str]) -> str:
+    """Return what the output of ranks shows, as text: class, ranks, what to do, lines by time."""
+    texts: dict[str, str] = {}
+    pids: dict[int, int] = {}
+    for rank, log in logs.items():
+        lines = log.splitlines()
+        kernel = [line for line in lines if line.startswith(f"{KERNEL}: ")]
+        texts[f"rank {rank}"] = "\n".join(line for line in lines if line not in kernel)
+        pids |= {pid: rank for line in kernel if (pid := process_of(line)) is not None}
+        if kernel:
+            texts[KERNEL] = "\n".join([texts.get(KERNEL, ""), *(k[8:] for k in kernel)]).strip()
+    found = said(texts, pids)
+    if found is None:
+        return ""
+    who = "".join(f", rank {rank}" for rank in found.ranks)
+    return f"{found.kind.name}{who}; next: {found.kind.action}\n{found.view()}"
+
+
+def _of(lines: list[SaidLine], number: int) -> SaidClass:
+    kind = lines[number].kind
+    return _ERROR if kind is None else kind
+
+
+def _weight(line: SaidLine, lines: list[SaidLine]) -> int:
+    if line.kind is not None and line.kind.name == "killed":
+        return 3 if any(other.kind not in (None, line.kind) for other in lines) else 2
+    if line.source == KERNEL:
+        return 0
+    return 2 if line.kind is _ERROR else 1
+
+
+def _quiet(texts: Mapping[str, str], lines: list[SaidLine], abnormal: list[int]) -> tuple[int, ...]:
+    """Return ranks that complain of nothing, where most of the others do: they are waited for."""
+    every = {line.rank for line in lines if line.rank is not None}
+    every |= {int(name[5:]) for name in texts if re.fullmatch(r"rank \d+", name)}
+    loud = {lines[n].rank for n in abnormal}
+    quiet = sorted(every - loud)
+    return tuple(quiet) if 2 * len(quiet) < len(every) else ()
+
+
+def _lines(source: str, text: str, pids: Mapping[int, int]) -> Iterator[SaidLine]:
+    found = re.fullmatch(r"rank (\d+)", source)
+    mine = int(found[1]) if found else None
+    at: float | None = None
+    begun, waiting = False, list[SaidLine]()
+    traced: set[int | None] = set()
+    for raw in text.splitlines()[-_MOST_LINES:]:
+        clock = _clock(raw)
+        at = at if clock is None else clock
+        prefix = _PREFIX.match(raw)
+        rank, shown = mine, raw.rstrip()
+        if prefix:
+            rank = int(prefix[1] or prefix[2])
+            shown = shown[prefix.end() :]
+        kind = class_of(shown)
+        if shown.startswith("Traceback (most recent call last)"):
+            traced.add(rank)
+        elif rank in traced and shown.startswith((" ", "\t")):
+            kind = None  # the program's text
+        elif rank in traced and shown:
+            traced.discard(rank)
+            if kind is None and _EXCEPTION.match(shown):
+                kind = _ERROR
+        line = SaidLine(at, source, _rank(shown, rank, kind, pids), shown, kind)
+        if at is None and not begun:
+            waiting.append(line)  # it takes the time of the first line that has one
+            continue
+        begun = True
+        yield from (one._replace(at=at) for one in waiting)
+        waiting.clear()
+        yield line
+    yield from waiting
+
+
+def class_of(text: str) -> SaidClass | None:
+    """Return the class that a line shows by itself, if any."""
+    return next((kind for kind in CLASSES if kind.pattern.search(text)), None)
+
+
+def _rank(
+    text: str, rank: int | None, kind: SaidClass | None, pids: Mapping[int, int]
+) -> int | None:
+    """Return the rank that a line is about: one that it names, else the one that says it."""
+    if kind is None:
+        return rank
+    if (named := re.search(r"Ranks? (\d+) failed to|exitcode: \S+\) local_rank: (\d+)", text)) or (
+        rank is None and (named := _RANK.search(text))
+    ):
+        return int(next(group for group in named.groups() if group is not None))
+    process = process_of(text)
+    return rank if process is None else pids.get(process, rank)
+
+
+def _clock(text: str) -> float | None:
+    for pattern in _CLOCKS:
+        if found := pattern.search(text, 0, 80):
+            parts = found.groupdict()
+            name = parts.get("name")
+            month = _MONTHS.find(name) // 3 + 1 if name else int(parts["month"])
+            if not 1 <= month <= 12:
+                continue
+            hour, minute, second = map(int, parts["time"].split(":"))
+            try:
+                moment = datetime(2000, month, int(parts["day"]), hour, minute, second, tzinfo=UTC)
+            except ValueError:
+                continue
+            begin = datetime(2000, 1, 1, tzinfo=UTC)
+            part = float("0." + parts["part"][1:]) if parts.get("part") else 0.0
+            return (moment - begin).total_seconds() + part
+    return None

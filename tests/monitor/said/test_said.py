@@ -1,0 +1,71 @@
+"""What jobs say of their failures is read rightly: class, rank and what to do next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptd.monitor.rules.said import CLASSES, said, said_of
+from tests.monitor.said.public import CASES, Case
+from tests.monitor.said.real import PROGRAMS, RANKS
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_public_failure_has_its_class_and_rank(case: Case) -> None:
+    found = said(case.texts, case.pids)
+    if not case.kind:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.kind.name, found.ranks) == (case.kind, case.ranks), found.view()
+
+
+def test_there_are_failures_enough() -> None:
+    assert len(CASES) + len(PROGRAMS) >= 40
+    known = {kind.name for kind in CLASSES} | {"program"}
+    wanted = {case.kind for case in CASES} | {kind for _, kind, _ in PROGRAMS.values()}
+    assert wanted - known == {""}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_a_real_failure_has_its_class_and_rank(
+    tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    names = list(PROGRAMS)
+    command = [sys.executable, "-m", "tests.monitor.said.real", str(tmp_path), *names]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=Path(__file__).parents[3], env=env, check=True, timeout=280)
+    for name in names:
+        texts = {f"rank {n}": (tmp_path / name / f"rank {n}").read_text() for n in range(RANKS)}
+        found = said(texts)
+        assert found is not None, name
+        assert (found.kind.name, found.ranks) == PROGRAMS[name][1:], (name, found.view())
+
+
+def test_the_first_abnormal_line_is_marked_in_the_order_of_time() -> None:
+    texts = {
+        "rank 0": "[E1129 10:20:31.5 a.cpp:1] [Rank 0] Watchdog caught collective timeout\n",
+        "kernel": "Nov 29 10:20:00 n1 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=9, fallen off\n",
+        "rank 1": "2026-11-29 10:19:59,100 INFO step 7\n2026-11-29 10:20:05,0 OSError: Errno 5\n",
+    }
+    found = said(texts, {9: 1})
+    assert found is not None
+    shown = found.view().splitlines()
+    assert [line[2:10] for line in shown] == ["10:19:59", "10:20:00", "10:20:05", "10:20:31"]
+    assert [line[0] for line in shown] == [" ", ">", " ", " "]
+    assert found.ranks == (1,)
+
+
+def test_the_kernels_lines_of_a_rank_are_told_from_its_own() -> None:
+    killed = "kernel: 2026-11-29 10:20:00 Out of memory: Killed process 77 (python)"
+    logs = {0: "RuntimeError: Connection closed by peer", 1: f"step 7\n{killed}"}
+    text = said_of(logs)
+    assert text.startswith("host memory, rank 1; next: use less memory")
+    assert "> 10:20:00 kernel: " in text
+    assert said_of({0: "step 7", 1: "step 7"}) == ""
