@@ -1,5 +1,6 @@
 """An object store: how fast are a save and a load beside plain clients and DCP's writer?
 
+    python bench/remote.py --servers radosgw --reps 3
     python bench/remote.py --reps 5
     python bench/remote.py --servers moto --layers 4 --reps 1
     python bench/remote.py --cases ckptd,obstore
@@ -243,6 +244,7 @@ def main() -> None:
                 for case in order.sample(cases, len(cases)):
                     run = common.in_fresh_process(__file__, ["--case", case, *shared])
                     rows[case].append(run)
+                    s3.empty(server)
                     print(f"{kind} {case}: {run}", file=sys.stderr)
     report(options, found, skipped)
 

@@ -46,6 +46,13 @@ def filesystem(options: Options) -> Any:
     return s3fs.S3FileSystem(**reach(options))
 
 
+def empty(options: Options) -> None:
+    """Delete all objects: servers keep them in memory, and a full gateway answers nothing."""
+    store = filesystem(options)
+    for found in store.ls(BUCKET, detail=False):
+        store.rm(found, recursive=True)
+
+
 def reach(options: Options) -> Options:
     """Return the options of s3fs for a server."""
     return {

@@ -51,9 +51,7 @@ def main() -> None:
     state = {"w": weights}
     tiers: list[ckptd.Memory | ckptd.Peer] = [ckptd.Memory(every=1), ckptd.Peer(every=1)]
     with (
-        ckptd.Checkpointer(
-            str(folder / "root"), every=5, keep=3, tiers=tiers, timeout_s=60
-        ) as ck,
+        ckptd.Checkpointer(str(folder / "root"), every=5, keep=3, tiers=tiers, timeout_s=60) as ck,
         ckptd.Publisher(layout, folder / "place") as publisher,
     ):
         start = ck.load(state) if ck.latest() is not None else 0
