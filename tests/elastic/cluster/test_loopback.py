@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def run(folder: Path, links: str) -> subprocess.CompletedProcess[str]:
     job = [*COMMAND, "run", "--job", "v6", "--no-watch", "--nproc-per-node", "1", str(script)]
     return subprocess.run(
         ["unshare", "-n", "sh", "-c", f'{links}; exec "$@"', "sh", *job],
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "CKPTD_RUN_DIR": str(folder / "run")},
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "CKPTD_RUN_DIR": os.environ["CKPTD_RUN_DIR"]},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -33,14 +34,12 @@ def run(folder: Path, links: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_job_runs_without_ipv4(tmp_path: Path) -> None:
     needs_namespaces()
-    (tmp_path / "run").mkdir(mode=0o700)
     done = run(tmp_path, "ip link set lo up; ip addr del 127.0.0.1/8 dev lo")
     assert (done.returncode, done.stdout) == (0, "at ::1\n"), done.stderr
 
 
 def test_without_a_loopback_the_reason_is_said(tmp_path: Path) -> None:
     needs_namespaces()
-    (tmp_path / "run").mkdir(mode=0o700)
     done = run(tmp_path, "true")
     assert done.returncode != 0
     assert "this machine has no loopback address" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import time
@@ -46,7 +47,7 @@ class Job:
         self.steps_file.touch()
         name, secret = f"seat-{secrets.token_hex(3)}", secrets.token_hex(16)
         for node in range(network.count):
-            run = folder / f"run{node}"
+            run = Path(f"{os.environ['CKPTD_RUN_DIR']}-{node}")
             run.mkdir(mode=0o700)
             env = {"CKPTD_RUN_DIR": str(run), "CKPTD_SECRET": secret, "GLOO_SOCKET_IFNAME": "eth0"}
             flags = ["--job", name, "--node", f"n{node}", "--nnodes", f"1:{network.count}"]
