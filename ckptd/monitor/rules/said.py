@@ -62,7 +62,10 @@ _ERROR = SaidClass(
 _OF_ALL = frozenset({"calls differ", "not all came", "taken away", "port taken"})
 """Of these a rank tells that it has noticed, and not that it is the cause."""
 
-_PREFIX = re.compile(r"\[?(?:rank|default|local_rank) ?(\d+)\]?: ?|\[(\d+)\]: ?", re.IGNORECASE)
+_PREFIX = re.compile(
+    r"\[?(?:rank|default|local_rank) ?(\d+)\]?: ?|\[(\d+)\]: ?|.{0,32}?\[\d+,(\d+)\]<std...>: ?",
+    re.IGNORECASE,
+)
 _RANK = re.compile(
     r"\bRank (\d+)\]|local_rank: (\d+)|\brank\s*:\s*(\d+)|Ranks? (\d+) failed to|"
     r"\[Rank (\d+)\]: Ranks? (?P<named>\d+) failed",
@@ -70,7 +73,9 @@ _RANK = re.compile(
 )
 _PID = re.compile(r"(?:[Kk]illed process |pid=|PID )(\d+)")
 _CLOCKS = (
-    re.compile(r"\[[A-Z](?P<month>\d\d)(?P<day>\d\d) (?P<time>\d\d:\d\d:\d\d)(?P<part>\.\d+)?"),
+    re.compile(
+        r"(?:\[|^)[A-Z](?P<month>\d\d?)(?P<day>\d\d) (?P<time>\d\d:\d\d:\d\d)(?P<part>\.\d+)?"
+    ),
     re.compile(
         r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[ T](?P<time>\d\d:\d\d:\d\d)(?P<part>[.,]\d+)?"
     ),
@@ -215,10 +220,9 @@ def _lines(source: str, text: str, pids: Mapping[int, int]) -> Iterator[SaidLine
     for raw in text.splitlines()[-_MOST_LINES:]:
         clock = _clock(raw)
         at = at if clock is None else clock
-        prefix = _PREFIX.match(raw)
         rank, shown = mine, raw.rstrip()
-        if prefix:
-            rank = int(prefix[1] or prefix[2])
+        while prefix := _PREFIX.match(shown):  # of a launcher, and of PyTorch within
+            rank = int(prefix[prefix.lastindex or 1])
             shown = shown[prefix.end() :]
         kind = class_of(shown)
         if shown.startswith("Traceback (most recent call last)"):

@@ -279,6 +279,48 @@ CASES = (
         {"rank 1": "2026-11-29 10:20:00,5 ERROR found NaN in local grad norm, iteration 30\n"},
     ),
     Case(
+        "a card that cannot reach its peer",
+        "NVIDIA/nccl-tests#185",
+        "link fault",
+        (),
+        {"node": "a:1:2 [0] ibvwrap.cc:1 NCCL WARN Call to ibv_modify_qp failed with error No way"},
+    ),
+    Case(
+        "ranks of MPI's launcher",
+        "NVIDIA/nccl#230",
+        "link fault",
+        (12,),
+        {
+            "node": "2019-06-02T16:13:44.8Z: [1,12]<stdout>:c:8:8 NCCL WARN NET/IB : Got async "
+            "event : local catastrophic error\n2019-06-02T16:13:44.9Z: [1,14]<stdout>:c: NCCL WARN "
+            "NET/IB : Got async event : local catastrophic error\n"
+        },
+    ),
+    Case(
+        "ended by a signal of C, where steps count their nan",
+        "NVIDIA/Megatron-LM#1880",
+        "native crash",
+        (0,),
+        {
+            "node": " lm loss: 1.4E+00 | grad norm: 13.6 | number of nan iterations: 0 |\n"
+            "E1223 05:18:02.9 33 api.py:882] failed (exitcode: -11) local_rank: 0 (pid: 3304209)\n"
+        },
+    ),
+    Case(
+        "a prefix of a launcher before one of PyTorch",
+        "pytorch/pytorch#113128",
+        "device fault",
+        (12,),
+        {"node": "[default0]:[rank12]:[E817 17:40:34.2 P.cpp:1] uncorrectable ECC error\n"},
+    ),
+    Case(
+        "a library of the device",
+        "haochen-rye/NeRV#1",
+        "device program",
+        (0,),
+        {"rank 0": _TRACE + "RuntimeError: CUDA error: CUBLAS_STATUS_INTERNAL_ERROR\n"},
+    ),
+    Case(
         "no failure",
         "a healthy log",
         "",
