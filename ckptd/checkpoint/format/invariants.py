@@ -143,12 +143,8 @@ def _check_dims(grids: Sequence[GridEntry], where: str) -> None:
     """Refuse what would be slow to multiply, before any `Grid` is made."""
     for number, grid in enumerate(grids):
         if len(grid.axes) > MAX_DIMS:
-            raise _bad(
-                "too many dimensions",
-                f"{where}: grids[{number}]",
-                f"at most {MAX_DIMS}",
-                len(grid.axes),
-            )
+            place = f"{where}: grids[{number}]"
+            raise _bad("too many dimensions", place, f"at most {MAX_DIMS}", len(grid.axes))
 
 
 def _check_names(names: Sequence[str], where: str, what: str) -> None:
@@ -194,15 +190,11 @@ def _check_tensors(manifest: Manifest, filemap: FileMap, files: int, where: str)
         if math.prod(n or 1 for n in t.shape) * dtype.itemsize >= MAX_BYTES:
             raise _bad("too large", place, f"below {MAX_BYTES} bytes", t.shape)
         if owners.npieces != grid.npieces:
-            raise _bad(
-                "not one owner for each piece",
-                place,
-                f"{grid.npieces} pieces",
-                f"{owners.npieces} owners",
-            )
+            wanted, found = f"{grid.npieces} pieces", f"{owners.npieces} owners"
+            raise _bad("not one owner for each piece", place, wanted, found)
         if highest[t.owners] != ABSENT and highest[t.owners] + t.base >= files:
-            found = highest[t.owners] + t.base
-            raise _bad("an owner that is not a file", place, f"below {files}", found)
+            last = highest[t.owners] + t.base
+            raise _bad("an owner that is not a file", place, f"below {files}", last)
 
 
 def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_bytes: int) -> None:

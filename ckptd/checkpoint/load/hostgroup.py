@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -184,12 +184,6 @@ class SharedMemory:
         if self._owner:
             self._owner = False
             os.unlink(self.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.unlink()
 
 
 LEAST_BLOCKS = 4

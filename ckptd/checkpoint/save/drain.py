@@ -263,10 +263,7 @@ def drain(
             if unchanged is not None:
                 search = unchanged.begin(save, rank_plan, lambda: wait(0))
             writing = _Writing(store, rank_plan, save, data[:total], wait_for, progress, beside)
-            if unchanged is None or search is None:
-                wrote = writing.all(unchanged)
-            else:
-                wrote = writing.changed(unchanged, search)
+            wrote = writing.write(unchanged, search)
             seal = whole()
             _put_blobs(store, save, seal.blobs, leaders=False)
             seeks = unchanged is not None and unchanged.seeks(rank_plan)
@@ -361,16 +358,15 @@ class _Writing(msgspec.Struct, frozen=True):
     progress: Callable[[int, int], None]
     beside: dict[str, bytes] | None
 
-    def all(self, unchanged: ChunkDedup | None) -> WrittenShare:
-        """Write every chunk, and remember their digests for the saves that come."""
-        wrote = self._file()
-        if unchanged is not None and wrote.file.data_start:
-            table = digest_table(wrote.digests)[: len(self.plan.chunks)]
-            unchanged.wrote(self.save, after(self.save.plan, wrote.file, table))
-        return wrote
-
-    def changed(self, unchanged: ChunkDedup, search: Search) -> WrittenShare:
-        """Digest everything as it is staged, and write what the search does not find."""
+    def write(self, unchanged: ChunkDedup | None, search: Search | None) -> WrittenShare:
+        """Write every chunk, or what the search does not find; remember digests for later saves."""
+        if unchanged is None or search is None:
+            wrote = self._file()
+            if unchanged is not None and wrote.file.data_start:
+                table = digest_table(wrote.digests)[: len(self.plan.chunks)]
+                unchanged.wrote(self.save, after(self.save.plan, wrote.file, table))
+            return wrote
+        # All is digested as it is staged.
         digesting = events.Activity("digest")
         table = digest_chunks(self.data, self.plan.chunks, self.wait, digesting)
         self.wait(len(self.data))

@@ -89,11 +89,8 @@ def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list
                 plan = _plan(union, folder, sizes)
                 if plan is not None:
                     root = _root_of(_parts(union, pool, folder, plan), folder)
-                    out.append(
-                        FoundSnapshot(
-                            of.step, of.generation, attempt, plan.digest, plan.world, root
-                        )
-                    )
+                    at = of.step, of.generation, attempt
+                    out.append(FoundSnapshot(*at, plan.digest, plan.world, root))
             except CkptdError as error:
                 _log.warning("skipping the snapshot %s: %s", folder, error)
     return sorted(out)

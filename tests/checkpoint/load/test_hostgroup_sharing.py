@@ -288,12 +288,13 @@ def test_no_room_in_memory_falls_back_to_the_temporary_folder(
 ) -> None:
     monkeypatch.setattr(hostbuffer, "SHM_FOLDER", str(tmp_path / "missing"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with SharedMemory.create(1 << 20) as memory:
-        assert Path(memory.path).parent == tmp_path
-        assert os.stat(memory.path).st_mode & 0o777 == 0o600
-        memory.array[:] = 7
-        other = SharedMemory.open(memory.path, 1 << 20)
-        assert (other.array == 7).all()
+    memory = SharedMemory.create(1 << 20)
+    assert Path(memory.path).parent == tmp_path
+    assert os.stat(memory.path).st_mode & 0o777 == 0o600
+    memory.array[:] = 7
+    other = SharedMemory.open(memory.path, 1 << 20)
+    assert (other.array == 7).all()
+    memory.unlink()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(StoreError) as caught:
@@ -302,9 +303,9 @@ def test_no_room_in_memory_falls_back_to_the_temporary_folder(
 
 
 def test_a_shared_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    with SharedMemory.create(1 << 20, str(tmp_path)) as memory:
-        with pytest.raises(StoreError, match="another user"):
-            SharedMemory.open(memory.path, 1 << 19)
+    memory = SharedMemory.create(1 << 20, str(tmp_path))
+    with pytest.raises(StoreError, match="another user"):
+        SharedMemory.open(memory.path, 1 << 19)
 
 
 @pytest.mark.parametrize("members", [(1, 2), (), (0, 9)])
