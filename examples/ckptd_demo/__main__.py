@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=(*PARTS, POLICY), help="this part, and no other"
     )
+    parser.add_argument("--to", default="", help="store that the policy's weights go through")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
@@ -59,7 +60,9 @@ def main() -> None:
         plan, parts = QUICK if arguments.quick else FULL, arguments.only or PARTS
         if arguments.quick and not arguments.only:
             plan, parts = FIRST, ("save",)
-        report = _run(Folder(arguments.folder), plan, parts, begun, keep=arguments.keep)
+        report = _run(
+            Folder(arguments.folder), plan, parts, begun, keep=arguments.keep, to=arguments.to
+        )
     except CkptdError as error:
         notes = list(getattr(error, "__notes__", []))
         _print(Event(error=error.to_dict(), notes=notes))
@@ -71,7 +74,9 @@ def main() -> None:
     sys.exit(0 if report.ok else 1)
 
 
-def _run(folder: Folder, plan: Plan, parts: Sequence[str], begun: float, *, keep: bool) -> Report:
+def _run(
+    folder: Folder, plan: Plan, parts: Sequence[str], begun: float, *, keep: bool, to: str
+) -> Report:
     folder.prepare()
     say = partial(_say, begun=begun)
     watched, watch_note = _watched(folder, plan, say) if "watch" in parts else (None, "")
@@ -101,7 +106,7 @@ def _run(folder: Folder, plan: Plan, parts: Sequence[str], begun: float, *, keep
         next=[],
     )
     if POLICY in parts:
-        report = _published(folder, plan, report, say)
+        report = _published(folder, plan, report, say, to)
     if "save" in parts:
         report = _saved(folder, plan, report, say, keep=keep)
     checks = list(report.checks)
@@ -162,10 +167,12 @@ def _elastic(
     return told, "", str(folder.elastic_plot)
 
 
-def _published(folder: Folder, plan: Plan, report: Report, say: Callable[[str], None]) -> Report:
+def _published(
+    folder: Folder, plan: Plan, report: Report, say: Callable[[str], None], to: str
+) -> Report:
     """Return the report with the part about publishing to a rollout."""
     steps = POLICY_STEPS[plan is QUICK]
-    told, rows = run_policy(folder.runs / "policy", steps, plan.deadline_s, say)
+    told, rows = run_policy(folder.runs / "policy", steps, plan.deadline_s, say, to)
     plot = None
     if find_spec("matplotlib") is not None:
         draw_policy(folder.policy_plot, told, rows)

@@ -89,6 +89,8 @@ class PolicySpec(msgspec.Struct, frozen=True):
         How the trainer's ranks are arranged.
     steps
         The fewest that it makes in this life.
+    to
+        URL of a store that weights go through; empty: connections.
     """
 
     place: str
@@ -99,6 +101,7 @@ class PolicySpec(msgspec.Struct, frozen=True):
     port: int
     cut: Cut = Cut(1)
     steps: int = 0
+    to: str = ""
 
     @property
     def folder(self) -> Path:
@@ -304,8 +307,9 @@ def roll_out(spec: PolicySpec) -> None:
     part = _empty_part()
     rows = applied_file(spec.folder, spec.rank)
     draws = torch.Generator().manual_seed(_SEED + spec.life)
+    at = spec.to or spec.folder / AT
     with ckptd.Subscriber(
-        layout_of("rollout"), {"model": part}, spec.folder / AT, group=distributed.group.WORLD
+        layout_of("rollout"), {"model": part}, at, group=distributed.group.WORLD
     ) as subscriber:
         while not _stopped(spec):
             report = subscriber.update(wait_s=0.2)
@@ -374,7 +378,9 @@ def train(spec: PolicySpec) -> None:
     layout = layout_of("four" if spec.cut.tp > 1 else "three")
     with (
         ckptd.Checkpointer(str(spec.folder / CHECKPOINTS)) as checkpointer,
-        ckptd.Publisher(layout, spec.folder / AT, linger_s=0.0) as publisher,
+        ckptd.Publisher(
+            layout, None if spec.to else spec.folder / AT, to=spec.to or None, linger_s=0.0
+        ) as publisher,
     ):
         if checkpointer.latest() is not None:
             checkpointer.load(state)
@@ -408,7 +414,8 @@ def _publish(
 ) -> None:
     step, model = state["step"], state["model"]
     begun = time.monotonic()
-    publication = publisher.publish(step, {"model": model, "optim": state["optim"]})
+    wait_s = 30.0 if spec.to and last else 0.0  # of the store, for the version before
+    publication = publisher.publish(step, {"model": model, "optim": state["optim"]}, wait_s=wait_s)
     seconds = time.monotonic() - begun
     at = time.time()
     whole = {n: _whole(t) for n, t in model.named_parameters()}

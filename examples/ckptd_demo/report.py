@@ -379,6 +379,8 @@ class Policy(msgspec.Struct, frozen=True):
         Over all that was taken.
     lag_s, most_lag_s
         From publish to use: the median, and the longest.
+    to
+        URL of the store that weights went through; empty: connections.
     """
 
     lives: list[PolicyLife]
@@ -392,6 +394,7 @@ class Policy(msgspec.Struct, frozen=True):
     bytes_unchanged: int
     lag_s: float
     most_lag_s: float
+    to: str = ""
 
 
 class Report(msgspec.Struct, frozen=True):

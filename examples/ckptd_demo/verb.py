@@ -55,6 +55,10 @@ def demo(
         bool,
         flag("Same as --only rl: publish a policy's weights to a rollout."),
     ] = False,
+    to: Annotated[
+        str,
+        Parameter(help="With --rl: a store that the weights go through, such as s3://bucket/live."),
+    ] = "",
     json: Json = False,
 ) -> int:
     """Train small GPTs: save, load, watch, recover; break them, and compare with what is right."""
@@ -67,7 +71,7 @@ def demo(
     report: dict[str, Any] | None = None
     error: CkptdError | None = None
     parts = (*only, "rl") if rl else only
-    with _started(_command(dir, parts, quick=quick, keep=keep)) as process:
+    with _started(_command(dir, parts, quick=quick, keep=keep, to=to)) as process:
         for line in process.stdout or ():
             event = _decode(line)
             if "error" in event:
@@ -89,8 +93,11 @@ def demo(
     return 0 if report["ok"] else 1
 
 
-def _command(folder: Path, only: Sequence[str], *, quick: bool, keep: bool) -> list[str]:
+def _command(
+    folder: Path, only: Sequence[str], *, quick: bool, keep: bool, to: str = ""
+) -> list[str]:
     flags = ["--quick"] * quick + ["--keep"] * keep + [f"--only={part}" for part in only]
+    flags += [f"--to={to}"] * bool(to)
     return [sys.executable, "-m", "ckptd_demo", *flags, "--", str(folder)]
 
 
