@@ -66,6 +66,37 @@ def read_files(role: Role) -> tuple[bytes, bytes, float]:
     return authorities, key + b"\n" + certificate, time.time() + REREAD_S
 
 
+def check_own(pem: bytes, role: Role, node: str) -> None:
+    """Refuse a certificate of this process's own that names another role, or as an agent's a node.
+
+    Parameters
+    ----------
+    node
+        Empty: any.
+
+    Raises
+    ------
+    UsageError
+        Others would refuse it, and might only end the connection.
+    """
+    from cryptography import x509
+
+    shown: Any = x509.load_pem_x509_certificate(pem).extensions
+    try:
+        names = shown.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        uris = []
+    found = certified({"subjectAltName": [("URI", uri) for uri in uris]})
+    if found.role != role or (role == "agent" and node and found.node != node):
+        raise UsageError(
+            "this process's certificate names another role or node",
+            where=os.environ.get(VARIABLES[0]),
+            wanted=f"one URI that ends in /ckptd/{role}/{node if role == 'agent' else 'NODE'}",
+            found=", ".join(uris) or "no URI",
+        )
+
+
 def certified(shown: dict[str, Any]) -> Certified:
     """Return the role and the node in a peer's certificate; empty unless exactly one URI has both.
 

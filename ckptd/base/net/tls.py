@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import cast
 from urllib.parse import quote
 
-from ckptd.base.net.certificates import VARIABLES, certified, given_files, read_files
+from ckptd.base.net.certificates import VARIABLES, certified, check_own, given_files, read_files
 from ckptd.base.net.handed import (
     AskProof,
     FromFiles,
@@ -240,6 +240,8 @@ class Identity:
         try:
             context.load_verify_locations(cadata=authority.decode())
             _load(context, leaf)
+            if self.of_files:
+                check_own(leaf, self._role, self._node)
         except (ssl.SSLError, ValueError) as error:
             raise UsageError(
                 f"the certificate of role {self._role} and its key cannot be used",
@@ -278,7 +280,8 @@ def identity(proof: Proof | FromFiles, role: Role, node: str = "", scope: str = 
     scope
         See `Identity`.
     """
-    return Identity(proof, role, node or socket.gethostname(), scope)
+    own = "" if isinstance(proof, FromFiles) else socket.gethostname()
+    return Identity(proof, role, node or own, scope)
 
 
 @functools.lru_cache(maxsize=1)

@@ -630,9 +630,11 @@ class _Run:
     def _launch(
         self, folder: Path, mode: str, files: tuple[Path | None, str, str, str], grace_s: float
     ) -> LauncherEnding:
+        from ckptd.base.net.certificates import given_files
         from ckptd.base.net.signing import checked_secret, job_secret
-        from ckptd.base.net.tls import hand
+        from ckptd.base.net.tls import hand, identity_at
         from ckptd.base.runtime.agentlink import run_folder
+        from ckptd.elastic.dial import PURPOSE
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
 
@@ -640,6 +642,8 @@ class _Run:
         given = os.fsencode(self._env.get(SECRET_VARIABLE, ""))
         checked = checked_secret(given, SECRET_VARIABLE) if given else None
         secret = checked or job_secret(o.job, run_folder())
+        if given_files():  # what is wrong with them is an error now
+            identity_at(PURPOSE, secret, "agent", o.node, o.job).context(server=False)
         self._supervisor = self._make_supervisor(folder)
         program = self._program(mode, folder)
         log_dir, redirects, tee, shown = files

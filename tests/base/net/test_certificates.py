@@ -172,19 +172,35 @@ def test_files_prove_both_ends_and_say_their_roles(files: Path) -> None:
     ],
 )
 def test_a_certificate_of_no_role_or_of_two_opens_nothing(
-    files: Path, uris: tuple[str, ...]
+    files: Path, uris: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority()
     authority.put(files / "agent", AGENT)
     with probed() as address:
         assert greet(address) is not None
         authority.put(files / "agent", *(uris or ("dns://x",)))
+        with pytest.raises(UsageError, match="names another role or node"):
+            answered(address)
+        monkeypatch.setattr(tls, "check_own", lambda *_: None)
         said = answered(address)
         assert isinstance(said, Refusal)
         assert (said.kind, said.text) == (
             "permission",
             "a certificate of role None opens nothing here",
         )
+
+
+def test_a_node_that_its_certificate_does_not_name_is_told(files: Path) -> None:
+    Authority().put(files / "agent", AGENT)
+    for node, good in (("n1", True), ("", True), ("n2", False)):
+        own = tls.identity_at("controller", SECRET, "agent", node, "job")
+        if good:
+            assert own.context(server=False) is not None
+            continue
+        with pytest.raises(UsageError, match="names another role or node") as caught:
+            own.context(server=False)
+        assert caught.value.wanted == "one URI that ends in /ckptd/agent/n2"
+        assert caught.value.found == AGENT
 
 
 def test_the_role_is_in_one_uri() -> None:
