@@ -39,6 +39,8 @@ VERBS = {
     "inspect": "Show what a checkpoint holds: tensors, layouts, objects, files.",
     "verify": "Check every byte; name the tensor, file and rank of any damage."
     "\n\nThe exit code is 3 when there is damage.",
+    "sign": "Sign a checkpoint with a key; verify --key accepts no other."
+    "\n\nKeys are PEM files: openssl genpkey -algorithm ed25519. Needs pip install 'ckptd[sign]'.",
     "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values."
     "\n\nThe exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not"
     " count: the same values cut another way are equal.",
@@ -105,6 +107,7 @@ _EXAMPLES = {
     "ls": "s3://bucket/run",
     "inspect": "s3://bucket/run@1200 --tensor 'model.layers.0.*'",
     "verify": "s3://bucket/run@1200",
+    "sign": "./run@1200 --key release.pem",
     "diff": "./run@100 ./run@200 --tensor model",
     "cp": "./run@1200 s3://bucket/archive",
     "export": "./run@1200 ./release --dtype bfloat16",
@@ -130,7 +133,7 @@ _EXAMPLES = {
     "recorder": "build",
 }
 _SLICES = {
-    "checkpoint": "ls inspect verify diff cp rollback annotate pin tag gc doctor agent",
+    "checkpoint": "ls inspect verify sign diff cp rollback annotate pin tag gc doctor agent",
     "reshard": "reshard export lay",
     "elastic": "run controller ctl",
     "monitor": "watch serve incidents top open replay trace recorder",
@@ -144,7 +147,7 @@ _FIRST = {
     for group, verbs in {
         Group(
             "Checkpoints", sort_key=0
-        ): "ls inspect verify diff cp export reshard rollback annotate pin tag gc doctor",
+        ): "ls inspect verify sign diff cp export reshard rollback annotate pin tag gc doctor",
         Group("Jobs", sort_key=1): "run watch top open incidents ctl demo",
     }.items()
     for verb in verbs.split()

@@ -567,6 +567,12 @@ class PackSpec(msgspec.Struct, frozen=True, tag="pack", forbid_unknown_fields=Tr
     suffix: str = ".safetensors"
 
 
+class TrustSpec(msgspec.Struct, frozen=True, tag="trust", forbid_unknown_fields=True):
+    """Read checkpoints as one of these public keys (PEM) has signed them; belongs outermost."""
+
+    keys: tuple[str, ...]
+
+
 class MeterSpec(msgspec.Struct, frozen=True, tag="meter", forbid_unknown_fields=True):
     """Count calls, bytes, seconds and errors."""
 
@@ -638,7 +644,7 @@ class FaultSpec(msgspec.Struct, frozen=True, tag="fault", forbid_unknown_fields=
     log: str | None = None
 
 
-WrapperSpec = RetrySpec | ThrottleSpec | MeterSpec | FaultSpec | PackSpec
+WrapperSpec = RetrySpec | ThrottleSpec | MeterSpec | FaultSpec | PackSpec | TrustSpec
 
 _SECRET = re.compile(r"key|secret|token|password|credential|sas", re.IGNORECASE)
 
@@ -974,6 +980,7 @@ _WRAPPERS: dict[type[WrapperSpec], str] = {
     MeterSpec: "ckptd.store.wrap:Meter",
     FaultSpec: "ckptd.store.fault:Fault",
     PackSpec: "ckptd.store.pack:Pack",
+    TrustSpec: "ckptd.store.signed:SignedStore",
 }
 """Imported on first use, as the openers are: these modules are built on this one."""
 

@@ -24,6 +24,7 @@ from ckptd.errors import CorruptError
 from ckptd.store import register_store
 from tests.cli.recorded import write_events
 from tests.cli.running import COMMAND, Cli, process
+from tests.keys import key_pair
 from tests.processes import PATIENCE_S
 
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
@@ -131,6 +132,7 @@ def test_verbs_on_a_local_root_import_nothing_heavy(
     commands += [["export", root, str(tmp_path / "y")], ["diff", root, root]]
     commands += [["rollback", f"{root}@10"], ["pin", f"{root}@20", "--remove"]]
     commands += [["annotate", f"{root}@10", "loss=1"], ["tag", root, "prod"]]
+    commands += [["sign", root, "--key", key_pair(tmp_path, "release")[0]]]
     commands += [
         ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
         ["lay", "check", "hf.llama"],

@@ -118,6 +118,10 @@ def prepare(code: str, given: dict[str, Any]) -> None:
         given["ck"] = ckptd.Checkpointer("made", every=1)
         if "annotate" in code:
             given["ck"].save(120, given["state"]).durable()
+    if "release.pem" in code:
+        from tests.keys import key_pair
+
+        key_pair(Path(), "release")
     if "Schedule(" in code:
         given["data"] = TensorDataset(torch.arange(256))
     if "while True" in code:

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import xxhash
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ckptd import decoding
 from ckptd.base.digest import digest
 from ckptd.base.net.address import parse_address, parse_server
 from ckptd.base.net.connection import HELLO, Codec, Hello
+from ckptd.base.signatures import opened, signed
 from ckptd.checkpoint.load.plan import decode_runs
 from ckptd.checkpoint.save.commit import decode_plan
 from ckptd.checkpoint.save.messages import RankPart
@@ -58,6 +60,7 @@ from tests.checkpoint.save.saving import plan_of
 from tests.monitor.jobs import inside
 from tests.readers.opening import reader_in
 
+_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 SCRATCH = Path(os.environ.get("CKPTD_FUZZ_SCRATCH", "."))
 """Where a target that opens files by path writes its bytes."""
 
@@ -297,6 +300,10 @@ TARGETS: dict[str, Target] = {
     "plan": Target(_plan, [msgspec.msgpack.encode(plan_of({"w": (8, 8)}, world=4))]),
     "part": Target(_part, [msgspec.msgpack.encode(p) for p in (_PART, [_PART, _PART])]),
     "runs": Target(_typed(decode_runs), [b"\x92\x01\x02"]),
+    "signature": Target(
+        lambda raw: opened(raw, [_KEY.public_key()], "fuzzed"),
+        [signed("a root", {"data/x": "00" * 32}, _KEY)],
+    ),
     "membership": Target(lambda raw: decode_record(raw, "fuzzed"), [_RECORD]),
     "frame": Target(_frames, [Codec("x").pack(Hello(1, "store"))]),
     "message": Target(_message, [b"\0\0\x80", b"\1\0{}"]),

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import ckptd
-from ckptd.errors import MismatchError
+from ckptd.errors import MismatchError, RefusedError
 from ckptd.publish.torch.subscriber import WeightVersion
 from ckptd.testing.ranks import run_ranks
+from tests.keys import key_pair
 from tests.processes import PATIENCE_S
 from tests.publish.jobs import TRAINER, WORKER, worker_part
 from tests.reshard.torch.layout.jobs import PROGRAM, Tree, chunks, differing, whole
@@ -68,6 +69,23 @@ def test_the_newest_checkpoint_is_loaded_through_both_layouts(
         assert report.version == subscriber.version == (2, 0, "")
         assert holds(part, 2)
         assert subscriber.update() is None
+
+
+def test_only_what_a_trusted_key_has_signed_is_loaded(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("blake3")
+    private, public = key_pair(tmp_path, "release")
+    root = save(1, layout=WHOLE, sign=private)
+    monkeypatch.setenv("CKPTD_TRUST", public)
+    part, subscriber = rollout(root, tmp_path / "at")
+    with subscriber:
+        assert subscriber.update() is not None
+        monkeypatch.delenv("CKPTD_TRUST")
+        save(2, layout=WHOLE)
+        with pytest.raises(RefusedError, match="no trusted key has signed"):
+            subscriber.update()
+        assert holds(part, 1)
 
 
 def test_it_never_goes_back_without_being_told(save: Save, tmp_path: Path) -> None:

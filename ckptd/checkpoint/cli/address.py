@@ -28,6 +28,7 @@ from ckptd.checkpoint.load.opening import (
 )
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import hold_or_read, reading
+from ckptd.checkpoint.root.opening import Trust, trusting
 from ckptd.cli.output import Document, left_out, warn
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
@@ -37,6 +38,9 @@ Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP, ROOT@STEP-gGENERATION or
 
 _PATIENCE_S = 30.0
 """Seconds for which a call that may heal is tried again: a person waits for it."""
+
+_MAKE = {"cp": "copy", "export": "export", "reshard": "outcome"}
+"""Verbs that make something else of a checkpoint."""
 
 _ADDRESS = re.compile(
     r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?|([A-Za-z][A-Za-z0-9._-]{0,63}))", re.DOTALL
@@ -108,7 +112,9 @@ def spec_of(root: str) -> StoreSpec:
 
 
 @contextmanager
-def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalogue]:
+def opened(
+    root: str, step: int = 0, *, foreign: bool = True, trust: Trust | None = None
+) -> Iterator[Catalogue]:
     """Open an existing root, or a foreign checkpoint as a root that is only read.
 
     Parameters
@@ -117,6 +123,8 @@ def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalo
         Of a foreign checkpoint that does not say its own.
     foreign
         Whether there may be a foreign checkpoint.
+    trust
+        As for `ckptd.checkpoint.root.opening.trusting`.
 
     Raises
     ------
@@ -126,7 +134,7 @@ def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalo
         As `ckptd.checkpoint.load.foreign.ForeignFormats`.
     """
     folder, file = split_file(root)
-    with spec_of(folder).open() as store:
+    with trusting(spec_of(folder), trust).open() as store:
         try:
             catalogue = open_catalogue(store, root, file, step, foreign=foreign)
         except NotFoundError as error:
@@ -165,3 +173,6 @@ def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit
     """
     with reading(hold_or_read(catalogue, name, holder=holder), warn) as commit:
         yield commit
+        names = catalogue.store.children(commit.folder) if holder in _MAKE else ()
+        if any(n.startswith("signature-") for n in names):
+            warn(f"{name} is signed, and the {_MAKE[holder]} is not")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from cyclopts import Parameter
+
+from ckptd.base.signatures import read_public
 from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.load.witnesses import VerifyFinding, VerifyReport
@@ -21,6 +24,7 @@ from ckptd.cli.output import (
     shorten,
 )
 from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError, size_text
+from ckptd.store.base import TrustSpec, wrap
 
 _MOST_SHOWN = 100
 _DETAIL_WIDTH = 100
@@ -60,6 +64,10 @@ def verify(
     *,
     quick: Annotated[bool, flag("Check sizes and headers only; read no data.")] = False,
     all: Annotated[bool, flag("Check every checkpoint that counts.")] = False,
+    key: Annotated[
+        list[str] | None,
+        Parameter(help="PEM of a public key that must have signed it; any one of several."),
+    ] = None,
     json: Json = False,
 ) -> Reply:
     """Check every byte of a checkpoint; name tensor, chunk, file and rank of damage.
@@ -70,12 +78,15 @@ def verify(
     address = CheckpointAddress.of(where)
     if all and address.step is not None:
         raise UsageError("--all checks every step", where=where, wanted="ROOT without @STEP")
-    with opened(address.root) as catalogue:
+    with opened(address.root, trust=() if key else None) as catalogue:
         findings = check_records(catalogue)
         names = catalogue.line() if all else [address.find(catalogue)]
         reports = []
+        signed = catalogue
+        if key:
+            signed = Catalogue(wrap(catalogue.store, TrustSpec(read_public(key))))
         for name in names:
-            reports.append(_verify(catalogue, name, quick=quick))
+            reports.append(_verify(catalogue, name, signed, quick=quick))
             if not json:
                 _show_report(reports[-1])
         document = VerifyDocument(
@@ -87,12 +98,14 @@ def verify(
     return Reply(document, _show_rest, _exit_code(reports, findings))
 
 
-def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyReport:
+def _verify(
+    catalogue: Catalogue, name: CommitName, signed: Catalogue, *, quick: bool
+) -> VerifyReport:
     try:
         with held(catalogue, name, "verify"):
             with progress_bar(f"step {name.step}") as bar:
-                return verify_one(catalogue, name, deep=not quick, progress=bar)
-    except CorruptError as error:
+                return verify_one(signed, name, deep=not quick, progress=bar)
+    except (CorruptError, RefusedError) as error:
         # The commit record itself is damaged, so that no lease could be taken.
         return VerifyReport.failed(name, error, deep=not quick)
 

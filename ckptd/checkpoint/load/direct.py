@@ -29,7 +29,7 @@ from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, put, split
 from ckptd.checkpoint.load.read import Fetcher, Windows
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
-from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.root.opening import root_spec, trusting
 from ckptd.errors import UsageError
 from ckptd.types import Box
 
@@ -76,7 +76,7 @@ def open_direct(
         It is damaged, or of a kind that is not read.
     """
     folder, file = split_file(url)
-    with root_spec(folder, store_options).open() as store:
+    with trusting(root_spec(folder, store_options)).open() as store:
         catalogue = open_catalogue(store, url, file, step if isinstance(step, int) else 0)
         if step is None:
             lease = hold_latest(catalogue, holder=holder)

@@ -11,7 +11,7 @@ from ckptd.checkpoint.format.names import ROOT_MARKER
 from ckptd.checkpoint.format.records import RootMarker
 from ckptd.checkpoint.load.foreign import ForeignStore, foreign_formats, split_file
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.root.opening import Trust, is_trusting, root_spec, trusting
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
@@ -49,7 +49,7 @@ def open_catalogue(
             raise NotFoundError("no root", kind="no-root", where=url)
         catalogue.open()
     except NotFoundError as error:
-        if not foreign:
+        if not foreign or is_trusting(store.describe()):  # others' checkpoints are not signed
             raise
         formats = foreign_formats()
         found = formats.find(store, file, step)
@@ -127,7 +127,9 @@ def begin_root(catalogue: Catalogue) -> RootMarker:
 
 
 @contextmanager
-def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
+def opened(
+    url: str, step: int = 0, *, like: StoreSpec, trust: Trust | None = None
+) -> Iterator[Catalogue]:
     """Open what a job reads besides its root.
 
     Parameters
@@ -136,6 +138,8 @@ def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
         As for `open_catalogue`; `url` may name a file.
     like
         The job's root: its options serve for a store of the same kind.
+    trust
+        As for `ckptd.checkpoint.root.opening.trusting`.
 
     Raises
     ------
@@ -144,7 +148,8 @@ def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
     """
     folder, file = split_file(url)
     same = scheme_of(folder) == scheme_of(like.url)
-    with root_spec(folder, like.options if same else None).open() as store:
+    spec = root_spec(folder, like.options if same else None)
+    with trusting(spec, trust).open() as store:
         yield open_catalogue(store, url, file, step)
 
 

@@ -59,6 +59,7 @@ from ckptd.store.base import Store
 
 if TYPE_CHECKING:
     from ckptd.checkpoint.format.witness import WitnessPlan
+    from ckptd.checkpoint.root.signing import CommitSigner
 
 
 _TAKEN = "could not claim a generation: other jobs claimed each one first"
@@ -596,6 +597,7 @@ def publish_manifest(
     root: str = "",
     claim: str = "",
     beside: Mapping[str, bytes] | None = None,
+    signer: CommitSigner | None = None,
 ) -> Commit:
     """Write a manifest, and the commit record by which the checkpoint begins to exist.
 
@@ -608,6 +610,8 @@ def publish_manifest(
     root, claim
         As in the record: its root, and its generation's claim. When empty, the root that was
         opened, and the claim of the generation as the catalogue knows it.
+    signer
+        Signs the commit before it exists.
 
     Raises
     ------
@@ -616,7 +620,7 @@ def publish_manifest(
     ConflictError
         See `ckptd.checkpoint.root.catalogue.Catalogue.publish`.
     """
-    folder, store = manifest.folder, catalogue.store
+    folder, store = manifest.folder, signer or catalogue.store
     name, raw = write_manifest(store, manifest, beside)
     folders = {f.folder for f in manifest.files if f.data_start}
     commit = Commit(
@@ -636,6 +640,8 @@ def publish_manifest(
         root=root or catalogue.root_id,
         claim=claim or catalogue.generation(manifest.generation).claim_id,
     )
+    if signer is not None:
+        signer.sign(commit, encode_record(commit), manifest)
     catalogue.publish(commit)
     return commit
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from ckptd.store import StoreSpec
-from ckptd.store.base import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec, checked_url, scheme_of
+from ckptd.store.base import (
+    PackSpec,
+    RetrySpec,
+    ThrottleSpec,
+    TrustSpec,
+    WrapperSpec,
+    checked_url,
+    scheme_of,
+)
+
+Trust: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""PEM files of public keys."""
 
 
 def root_spec(
@@ -43,6 +55,42 @@ def root_spec(
     if throttle_bytes_s is not None:
         wrappers = (ThrottleSpec(write_bytes_per_s=throttle_bytes_s), *wrappers)
     return StoreSpec(url, dict(options or {}), wrappers)
+
+
+def trusting(spec: StoreSpec, trust: Trust | None = None) -> StoreSpec:
+    """Return a root of which only checkpoints are read that one of the trusted keys has signed.
+
+    Parameters
+    ----------
+    trust
+        None takes the keys that ``CKPTD_TRUST`` names. Without any, all is read.
+
+    Raises
+    ------
+    UsageError
+        One is no key, or the extra ``sign`` is not installed. NotFoundError: there is no such file.
+    """
+    if trust is None:
+        trust = [p for p in os.environ.get("CKPTD_TRUST", "").split(os.pathsep) if p]
+    if not trust:
+        return spec
+    from ckptd.base.signatures import read_public
+
+    return spec.wrapped(TrustSpec(read_public(trust)))
+
+
+def signing_key(path: str | os.PathLike[str]) -> str:
+    """Return where a private key is, for other processes; raises unless it signs here."""
+    from ckptd.base.signatures import need_blake3, read_private
+
+    need_blake3()
+    read_private(os.fspath(path))
+    return os.path.abspath(path)
+
+
+def is_trusting(spec: StoreSpec) -> bool:
+    """Tell whether `trusting` has found keys."""
+    return any(isinstance(each, TrustSpec) for each in spec.wrappers)
 
 
 def served_spec(url: str, secret: str = "", **options: Any) -> StoreSpec | None:

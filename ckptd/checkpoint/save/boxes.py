@@ -44,7 +44,7 @@ from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest
 from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
-from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.root.opening import root_spec, trusting
 from ckptd.checkpoint.save.commit import finish_attempt
 from ckptd.checkpoint.save.drain import data_file, remove_file, share_part, write_file
 from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Extra, RankPart, SaveRequest, Sealed
@@ -163,8 +163,12 @@ class BoxRoot:
     def __init__(
         self, url: str, store_options: Mapping[str, Any] | None = None, compress: int | None = None
     ) -> None:
-        self._store = root_spec(url, store_options, compress=compress).open()
-        self._catalogue = Catalogue(self._store)
+        spec = root_spec(url, store_options, compress=compress)
+        trusted = trusting(spec)
+        self._store = spec.open()
+        self._catalogue = self._reading = Catalogue(self._store)
+        if trusted is not spec:
+            self._reading = Catalogue(trusted.open())
         self._lock = threading.Lock()
         self._plans = _Plans()
         self._loaded: Commit | None = None
@@ -363,7 +367,7 @@ class BoxRoot:
 
     def latest(self) -> int | None:
         """Return the step of the newest checkpoint, or None."""
-        name = self._catalogue.newest()
+        name = self._reading.newest()
         return None if name is None else name.step
 
     @contextmanager
@@ -381,7 +385,7 @@ class BoxRoot:
         CorruptError
             Its metadata is damaged.
         """
-        catalogue = self._catalogue
+        catalogue = self._reading
         catalogue.open()
         lease = (
             hold_latest(catalogue)

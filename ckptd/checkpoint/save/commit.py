@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -52,6 +52,9 @@ from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
 from ckptd.store.base import Store
+
+if TYPE_CHECKING:
+    from ckptd.checkpoint.root.signing import CommitSigner
 
 MOST_REFERS = 1024
 """Files that one part may refer to."""
@@ -536,9 +539,24 @@ def commit_attempt(
         if gathered is not None:
             gathered(parts)
         with events.span("commit"), leased(catalogue, parts):
-            manifest = finish_attempt(store, store, plan, save, parts)
+            signer = _signer(store, save, parts)
+            manifest = finish_attempt(store, signer or store, plan, save, parts)
             root, claim = save.root_id, save.claim_id
-            return publish_manifest(catalogue, manifest, root=root, claim=claim, beside=beside)
+            return publish_manifest(
+                catalogue, manifest, root=root, claim=claim, beside=beside, signer=signer
+            )
+
+
+def _signer(store: Store, save: SaveRequest, parts: Sequence[RankPart]) -> CommitSigner | None:
+    if not save.sign:
+        return None
+    from ckptd.base.signatures import read_private
+    from ckptd.checkpoint.root.signing import CommitSigner
+
+    signer = CommitSigner(store, read_private(save.sign))
+    for part in parts:
+        signer.hashes |= part.hashes
+    return signer
 
 
 def finish_attempt(

@@ -255,6 +255,11 @@ def drain(
         if upto == total:
             whole()
 
+    hashed = None
+    if save.sign:
+        from ckptd.store.signed import HashedStore
+
+        store = hashed = HashedStore(store)
     with saving(store, save.name, save.attempt, rank_plan.rank):
         try:
             if len(data) < total:
@@ -268,6 +273,8 @@ def drain(
             _put_blobs(store, save, seal.blobs, leaders=False)
             seeks = unchanged is not None and unchanged.seeks(rank_plan)
             part = share_part(rank_plan, save, data, wrote, seal, seeks=seeks, small=small)
+            if hashed is not None:
+                part = msgspec.structs.replace(part, hashes=hashed.hashes)
         except CkptdError as error:
             _give_up(store, rank_plan.rank, save, error)
             raise

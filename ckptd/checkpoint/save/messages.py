@@ -144,7 +144,7 @@ class Extra(msgspec.Struct, frozen=True):
     shares: bool = False
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of the messages between a trainer and the process that writes for it.
 
 Raise it when a process of the version before would misread one. A node's agent outlives trainers,
@@ -272,6 +272,8 @@ class SaveRequest(OfAttempt, frozen=True, tag=True):
         another root at the same place, and nothing committed under another claim. Empty: unknown.
     again
         Whether a writing process that died had it before: then its part may be at the root.
+    sign
+        File of the private key that signs the commit; empty: none does.
     """
 
     job: int
@@ -288,6 +290,7 @@ class SaveRequest(OfAttempt, frozen=True, tag=True):
     root_id: str = ""
     claim_id: str = ""
     again: bool = False
+    sign: str = ""
 
 
 class Sealed(msgspec.Struct, frozen=True, tag=True):
@@ -479,6 +482,8 @@ class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
         The checkpoint whose chunks are referred to, and which of them.
     root
         Identity of its root, on near tiers: folders are used again, and roots are made again.
+    hashes
+        BLAKE3 of what it wrote, by key, where the commit is signed.
     seeks
         Whether this rank will look for unchanged chunks at its next save.
     error
@@ -501,6 +506,7 @@ class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
     refers: tuple[Refer, ...] = ()
     seeks: bool = False
     root: str = ""
+    hashes: dict[str, str] = {}
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:

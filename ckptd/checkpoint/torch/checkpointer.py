@@ -25,7 +25,7 @@ from ckptd.checkpoint.format.names import ROOT_MARKER, CommitName, check_step
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.index import Index, root_tier, saving
-from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.root.opening import Trust, is_trusting, root_spec, signing_key, trusting
 from ckptd.checkpoint.root.policy import Every, Keep
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
 from ckptd.checkpoint.save.tiers import Tier, tier_specs
@@ -130,6 +130,12 @@ class Checkpointer(OfOneProcess):
     preemption
         Signals that ask for a save, and the time that is left then: `Preemption(signals=,
         grace_s=)`. True is SIGTERM and 30 s. None: no handler is touched.
+    sign
+        File of a private key (PEM, mode 0600), on every node: each commit to the root is signed by
+        it. Such a save refers to no older checkpoint. See ``docs/guide/signatures.md``.
+    trust
+        Files of public keys (PEM). Nothing is loaded but what one of them has signed. None: those
+        that ``CKPTD_TRUST`` names, if any.
 
     Examples
     --------
@@ -159,6 +165,8 @@ class Checkpointer(OfOneProcess):
         storage: Storage | None = None,
         copy: CopyOptions | None = None,
         preemption: Preemption | bool | None = None,
+        sign: str | os.PathLike[str] | None = None,
+        trust: Trust | None = None,
     ) -> None:
         self._closed = self._ended = True  # until all of it is there
         storage = given("storage", storage, Storage)
@@ -166,7 +174,16 @@ class Checkpointer(OfOneProcess):
         stopping = preemption_of(preemption)
         rule = rule_of(every)
         self._spec = root_spec(url, store_options, storage.throttle, storage.compress)
-        self._store = self._spec.open()
+        self._sign = "" if sign is None else signing_key(sign)
+        self._trust = trust
+        trusted = trusting(self._spec, trust)
+        if tiers and is_trusting(trusted):
+            raise UsageError(
+                "snapshots of near tiers are not signed: none could be loaded",
+                where="tiers",
+                wanted="no tiers where only signed checkpoints are loaded",
+            )
+        self._store = trusted.open()
         self._keep = Keep.of(keep) if keep is not None else None
         self._board = board_of(process_group, timeout_s)
         self._timeout_s = timeout_s
@@ -216,7 +233,12 @@ class Checkpointer(OfOneProcess):
 
             self._layout = laid or NoLayout()
             self._saver = Saver(
-                agreement, self._ranks, timeout_s, self._layout, copy=copy, refer=storage.dedup
+                agreement,
+                self._ranks,
+                timeout_s,
+                self._layout,
+                copy=copy,
+                refer=storage.dedup and not self._sign,
             )
         except BaseException:  # an interrupt
             if client is not None:
@@ -314,6 +336,7 @@ class Checkpointer(OfOneProcess):
                 root=root,
                 root_id=self._lineage.root_id,
                 claim_id=self._lineage.claim_id,
+                sign=self._sign,
             )
             goes_on = self._when_failed == "warn" or not root
             handle = self._saver.save(client, state, wanted, metadata or {}, goes_on=goes_on)
@@ -528,7 +551,7 @@ class Checkpointer(OfOneProcess):
 
         with ExitStack() as stack:
             number = step if isinstance(step, int) else 0
-            there = opened(os.fspath(source), number, like=self._spec)
+            there = opened(os.fspath(source), number, like=self._spec, trust=self._trust)
             yield self._agreement.on_every_rank(lambda: stack.enter_context(there))
 
     def _snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
@@ -827,7 +850,7 @@ class Checkpointer(OfOneProcess):
             self._client.close(1.0)
         from ckptd.checkpoint.save.client import WriterClient
 
-        in_process = None if self._store.capabilities.shared else self._store
+        in_process = None if self._store.capabilities.shared else self._spec.open()
         board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
         with self._watch.held():
             agent = None if self._nearby is None else self._nearby.agent

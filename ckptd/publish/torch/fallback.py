@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.root.opening import root_spec, trusting
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.loader import Loader, LoadReport, LoadSources
-from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, RefusedError
 from ckptd.reshard.torch.layout.job import BoundStates
 
 _log = logging.getLogger("ckptd")
@@ -46,7 +46,7 @@ class RootFallback:
         self._agreement = agreement
         self._saved_layout = saved_layout
         self._catalogue = agreement.on_every_rank(
-            lambda: Catalogue(root_spec(os.fspath(root)).open())
+            lambda: Catalogue(trusting(root_spec(os.fspath(root))).open())
         )
         ranks = range(agreement.board.world)
         self._loader = Loader(
@@ -107,6 +107,8 @@ class RootFallback:
         except NotFoundError:
             return []
         except CkptdError as error:
+            if isinstance(error, RefusedError):
+                raise
             _log.warning("the root cannot be read: %s", error.message)
             return []
         return [c.step for c in found if c.step > above]

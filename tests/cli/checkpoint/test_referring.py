@@ -16,6 +16,7 @@ from tests.checkpoint.save.referring import SHAPES, assert_holds
 from tests.checkpoint.save.saving import Job, plan_of, values
 from tests.cli.roots import flip
 from tests.cli.running import Cli
+from tests.keys import key_pair
 
 
 @pytest.fixture
@@ -95,3 +96,16 @@ def test_gc_keeps_the_folder_of_a_deleted_checkpoint_while_it_is_needed(
     cli.good("verify", root)
     with open_store(root) as store:
         assert_holds(store, CommitName(2, 1), states[1])
+
+
+def test_a_signature_covers_what_is_referred_to(cli: Cli, root: str, tmp_path: Path) -> None:
+    """It stays good as the older checkpoint goes, and names what is changed of its file."""
+    pytest.importorskip("blake3")
+    private, public = key_pair(tmp_path, "release")
+    cli.good("sign", f"{root}@2", "--key", private)
+    cli.good("gc", root, "--keep", "1", "--yes")
+    assert [c["step"] for c in cli.json("ls", root)["checkpoints"]] == [2]
+    cli.good("verify", root, "--key", public)
+    (path,) = Path(root).glob("data/000000000001-*/r00000.safetensors")
+    flip(path, path.stat().st_size // 2)
+    assert "not what was signed" in cli("verify", root, "--key", public).out
