@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from struct import Struct
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
@@ -647,12 +646,7 @@ class RankFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_identity(self) -> None:

@@ -11,7 +11,6 @@ import errno
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
@@ -117,12 +116,7 @@ class Answerer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
