@@ -118,7 +118,7 @@ def ends(call: Callable[[], object]) -> None:
     """Fail the rank, with what it does, if a call does not end: gloo itself waits for an hour."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S / 8)
+    thread.join(PATIENCE_S / 2)
     if thread.is_alive():
         os.kill(os.getpid(), signal.SIGABRT)
 
@@ -219,4 +219,4 @@ def test_a_rank_comes_out_while_a_message_is_under_way(
     program: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """gloo does not tell such an operation that its connection has failed."""
-    run_ranks(2, program, tmp_path)
+    run_ranks(2, program, tmp_path, deadline_s=PATIENCE_S)
