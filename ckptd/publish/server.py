@@ -315,8 +315,8 @@ class PublishServer:
                 if order.number:
                     number = order.number
                     self._stored(opening.rank, number, self._share(opening.rank, order, store))
-            except CkptdError as error:
-                _log.warning("a version is not stored: %s", error.message)
+            except Exception as error:  # noqa: BLE001 (the leader waits for this share)
+                _log.warning("a version is not stored: %s", error)
                 with contextlib.suppress(CkptdError):
                     self._stored(opening.rank, number, None)
                 self._ended.wait(_TICK_S)

@@ -134,7 +134,8 @@ class Kill:
                 calls += 1
                 if calls == self.nth:
                     (folder / "killed").touch()
-                    os.kill(int((folder / self.victim).read_text()), signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # a worker that has had enough
+                        os.kill(int((folder / self.victim).read_text()), signal.SIGKILL)
             return inner(*args, **more)
 
         setattr(owner, name, staticmethod(at) if static else at)

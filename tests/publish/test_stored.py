@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import uuid
 from collections import Counter
@@ -22,13 +23,14 @@ from ckptd.errors import (
 )
 from ckptd.publish import stored
 from ckptd.publish.follow import StoredWeights
-from ckptd.publish.messages import AskAbout, PublishedAbout, PublishedTensor
+from ckptd.publish.messages import AskAbout, Opening, PublishedAbout, PublishedTensor
+from ckptd.publish.stored import ShareWriter, StoreDesk
 from ckptd.store import open_store
 from ckptd.store.base import Store
 from tests.lay.test_copies import composed
 from tests.lay.test_live import PAIRS
 from tests.processes import until
-from tests.publish.deltaworld import PATTERNS, Weights
+from tests.publish.deltaworld import PATTERNS, DeltaServer, Weights
 from tests.publish.storedworld import StoredWorld, small_blocks
 from tests.publish.test_chains import DTYPES, ONE
 from tests.reshard.live.test_move import CASES, pair
@@ -321,3 +323,44 @@ def test_tied_and_empty_tensors_and_runs_of_blocks() -> None:
     assert found.runs() == [(0, 400_007)]
     assert found.sizes.tolist() == [4, 4, 1]
     assert np.all(found.starts == [0, 1 << 18, 400_000])
+
+
+def test_whatever_ends_a_share_its_version_is_given_up_and_the_next_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = {"a": np.arange(1000, dtype=np.float32)}
+    store, write = in_memory(), ShareWriter.write
+    with closing(DeltaServer(array, "float32")) as rank:
+        server, about = rank.server, PublishedAbout("e", 1, "", {})
+        desk = server._desk = StoreDesk(store, "e", 1, server._book, lambda: about, 4, 2)
+        desk.claim(5.0)
+        opening = Opening("e", 0, 1, b"s" * 16, "127.0.0.1", 0, "", 2, 60.0, 1.0)
+        ends = threading.Event()
+        threads = [
+            threading.Thread(target=desk.run, args=(ends.is_set, ends.is_set)),
+            threading.Thread(target=server._store_all, args=(opening, store)),
+        ]
+        for thread in threads:
+            thread.start()
+
+        def publish(number: int) -> None:
+            server._book.place(number, number)
+            rank.publish(number, array)
+            server._book.commit(number)
+
+        def broken(*_: object) -> None:
+            raise ValueError("no CkptdError")
+
+        try:
+            monkeypatch.setattr(ShareWriter, "write", broken)
+            publish(1)
+            until(lambda: desk._failed and server._book.held == 0, "given up", within_s=20.0)
+            monkeypatch.setattr(ShareWriter, "write", write)
+            publish(2)
+            until(lambda: desk._base == 2, "stored", within_s=20.0)
+        finally:
+            ends.set()
+            server._ended.set()
+            for thread in threads:
+                thread.join(20.0)
+    assert [i.key[-12:] for i in store.list(stored.VERSIONS)] == [f"{2:012d}"]
