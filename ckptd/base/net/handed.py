@@ -79,7 +79,9 @@ def asked_of_launcher(role: Literal["", "rank", "worker"] = "") -> HandedProof:
         return HandedProof()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        sock.settimeout(_ANSWER_S)  # a launcher that hangs takes no connection
         sock.connect(path)
+        sock.settimeout(None)
         channel = SocketChannel(sock, HandedProof)
         try:
             channel.send(AskProof(role))
