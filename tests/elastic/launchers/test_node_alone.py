@@ -218,7 +218,7 @@ def test_a_slot_whose_device_fails_each_process_is_out_of_use(tmp_path: Path) ->
         def fails(generation: int) -> tuple[Worker, Worker]:
             one.begin(generation)
             one.until(lambda: [w.generation for w in one.pool.workers if w.pid] == [generation] * 2)
-            sick, other = one.pool.workers
+            sick, other = sorted(one.pool.workers, key=lambda worker: worker.slot or 0)
             ours, _ = (stack.enter_context(sock) for sock in socket.socketpair())
             channel = SocketChannel(ours, FromWorker)
             stack.callback(channel.close)
