@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -93,8 +94,14 @@ def test_closing_ends_a_stopped_worker(root: str) -> None:
 
 def test_a_worker_that_never_starts(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "START_S", 1.0)
+    popen = subprocess.Popen
+
+    def stopped(command: list[str], **rest: Any) -> subprocess.Popen[bytes]:
+        """Start a process that stops before it runs the command."""
+        return popen(["/bin/sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *command], **rest)
+
+    monkeypatch.setattr(subprocess, "Popen", stopped)
     client = WriterClient(StoreSpec(root), LocalBoard())
-    os.kill(client.pid, signal.SIGSTOP)
     handle = SaveTracker(1, 1, "0001", 10)
     job = client_module._Job(handle, "k", *cast("Any", (None, None, None)))
     client._jobs[1] = job
