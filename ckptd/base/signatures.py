@@ -134,14 +134,15 @@ def read_private(path: str) -> PrivateKey:
     Raises
     ------
     UsageError
-        It is none that signs here, or others may read it. NotFoundError: there is no such file.
+        The key is of a kind that cannot sign, or other users may read its file. NotFoundError: the
+        file does not exist.
     """
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     raw = _read(path, secret=True)
-    found = _loaded(raw, path, lambda raw: load_pem_private_key(raw, None))
+    found: PrivateKey = _loaded(raw, path, lambda raw: load_pem_private_key(raw, None))
     _check_kind(found.public_key(), path)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def read_public(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Texts:
@@ -150,7 +151,7 @@ def read_public(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     Raises
     ------
     UsageError
-        One is none that verifies here. NotFoundError: there is no such file.
+        A key is of a kind that cannot verify. NotFoundError: a file does not exist.
     """
     several = (paths,) if isinstance(paths, (str, os.PathLike)) else paths
     texts = [(os.fspath(path), _read(os.fspath(path))) for path in several]
@@ -158,12 +159,12 @@ def read_public(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def load_public(raw: bytes, where: str = "") -> PublicKey:
-    """Return a public key; `UsageError` where it is none that verifies here."""
+    """Return a public key; `UsageError` where it is of a kind that cannot verify."""
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    found = _loaded(raw, where, load_pem_public_key)
+    found: PublicKey = _loaded(raw, where, load_pem_public_key)
     _check_kind(found, where)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _read(path: str, *, secret: bool = False) -> bytes:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from ckptd.decoding import json_decoder, msgpack_decoder
+from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError
 
 
@@ -249,7 +249,7 @@ def wait(
         except DeadlineError:
             sign = pulse.look(rank) if pulse else None
         if sign is not None and sign.startswith(_GIVE_UP):
-            raise _error_of(rank, msgspec.json.decode(sign[1:]))
+            raise _error_of(rank, ANYTHING.decode(sign[1:]))
         if alive is not None and not alive() and board.peek(key) is None:
             raise CkptdError(
                 "a rank of this host ended before it came to this call",
@@ -353,7 +353,7 @@ def _gather(
                     stall_s=stall_s,
                     own=pulse,
                 )
-            report = msgspec.json.decode(raw)
+            report = ANYTHING.decode(raw)
         except CkptdError as missing:
             lost, report = True, missing.to_dict()
         if report is not None:

@@ -28,7 +28,7 @@ from ckptd.base.runtime.ranks import (
     agree,
     wait,
 )
-from ckptd.decoding import json_decoder, msgpack_decoder
+from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Agreement:
         key = self._key(name)
         wait_s = self._timeout_s + more_s
         raw = self._answer(key, lambda: msgspec.json.encode(function()), wait_s)
-        return msgspec.json.decode(raw)
+        return ANYTHING.decode(raw)
 
     def all_reports(
         self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes], round_of: str = ""
@@ -363,7 +363,7 @@ class Agreement:
 def _value(raw: bytes) -> bytes:
     """Return what a rank posted, or raise what it raised."""
     if raw.startswith(b"-"):
-        raise CkptdError.from_dict(msgspec.json.decode(raw[1:]))
+        raise CkptdError.from_dict(ANYTHING.decode(raw[1:]))
     return raw[1:]
 
 

@@ -68,7 +68,7 @@ def trusting(spec: StoreSpec, trust: Trust | None = None) -> StoreSpec:
     Raises
     ------
     UsageError
-        One is no key, or the extra ``sign`` is not installed. NotFoundError: there is no such file.
+        A file holds no key, or the extra ``sign`` is not installed. NotFoundError: it is not there.
     """
     if trust is None:
         trust = [p for p in os.environ.get("CKPTD_TRUST", "").split(os.pathsep) if p]

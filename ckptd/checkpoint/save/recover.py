@@ -228,6 +228,8 @@ def unpacked(files: Mapping[str, str]) -> Iterator[tuple[Store, Manifest, FileMa
     with _scratch() as scratch:
         for key, text in files.items():
             packed = b64decode(text)
+            if not 0 <= zstandard.frame_content_size(packed) <= _MOST_BYTES:
+                raise CorruptError("a file of a snapshot is too large", where=key)
             raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=_MOST_BYTES)
             scratch.put(key, raw)
             if "/manifest." in key:

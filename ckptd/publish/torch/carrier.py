@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.digest import digest
 from ckptd.checkpoint.save.arena import Slot
-from ckptd.decoding import msgpack_decoder
+from ckptd.decoding import ANYTHING, msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.publish.carrier import LinkedReader, PartsReader, SlotReader
 from ckptd.publish.link import ServerLink
@@ -212,7 +212,7 @@ class GroupCarrier:
                 self._through(self._transport.receive(peer, failed))
             self._given_up.remove(peer)
         if failed is not None:
-            raise CkptdError.from_dict(msgspec.json.decode(failed.tobytes()))
+            raise CkptdError.from_dict(ANYTHING.decode(failed.tobytes()))
         if not has:
             raise TransientStoreError(
                 "version not available from the publisher", kind="no-version", where=f"rank {peer}"

@@ -40,7 +40,7 @@ from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, captured
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
-from ckptd.decoding import json_decoder, msgpack_decoder
+from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
 from ckptd.elastic.torch.session.elastichooks import abandonable, let_be
 from ckptd.errors import (
     CkptdError,
@@ -652,7 +652,7 @@ class Publisher(OfOneProcess):
         """Raise what a rank lost its server with."""
         lost = self._board.peek(_LOST)
         if lost is not None:
-            raise CkptdError.from_dict(msgspec.json.decode(lost))
+            raise CkptdError.from_dict(ANYTHING.decode(lost))
 
     def _read(
         self, number: int, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead]

@@ -25,6 +25,7 @@ from ckptd.base.grids.block import Fill
 from ckptd.base.grids.clip import clip_fill
 from ckptd.base.grids.lattice import reach
 from ckptd.base.runtime.ranks import Board, Peers
+from ckptd.decoding import ANYTHING
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, MismatchError, UsageError
 from ckptd.lay.live import Transfers
 from ckptd.lay.syntax import Average
@@ -109,7 +110,7 @@ class MoveWatch:
         """Raise what another rank posted, or that `peer` is gone."""
         posted = self.board.peek(f"{self._key}/failed")
         if posted is not None:
-            raise CkptdError.from_dict(msgspec.json.decode(posted))
+            raise CkptdError.from_dict(ANYTHING.decode(posted))
         if peer is not None and not self._peers.runs(peer):
             raise gone(peer, "its process has ended")
 
@@ -130,7 +131,7 @@ class MoveWatch:
             return error
         posted = self.board.peek(f"{self._key}/failed")
         if posted is not None:
-            return CkptdError.from_dict(msgspec.json.decode(posted))
+            return CkptdError.from_dict(ANYTHING.decode(posted))
         self.board.set(f"{self._key}/failed", msgspec.json.encode(error.to_dict()))
         return error
 
