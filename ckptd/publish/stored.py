@@ -335,7 +335,10 @@ class StoreDesk:
             newest = store.last(CLAIMS)
             try:
                 found = None if newest is None else self._read(newest.key)
-            except NotFoundError:
+            except NotFoundError:  # its publisher has made a newer one meanwhile
+                if time.monotonic() > end + GONE_S:
+                    raise
+                time.sleep(_TICK_S)
                 continue
             now = time.monotonic()
             if found is None or found.closed or (found == seen and now - since > GONE_S):
