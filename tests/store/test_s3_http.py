@@ -352,9 +352,9 @@ def test_a_connection_that_the_store_closed_is_not_used() -> None:
 
 def test_an_object_in_chunks_is_read() -> None:
     def serve(peer: socket.socket) -> None:
-        head_of(peer)
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-        peer.sendall(head + b"3\r\nfou\r\n2\r\nnd\r\n0\r\n\r\n")
+        while head_of(peer):
+            peer.sendall(head + b"3\r\nfou\r\n2\r\nnd\r\n0\r\n\r\n")
 
     with listening(serve) as at, open_store(s3_url(), **KEYS, endpoint_url=f"http://{at}") as store:
         assert store.get("a") == b"found"
