@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,9 @@ from tests.offspring import have_them_forked, serve
 from tests.processes import PATIENCE_S
 
 __all__ = ["Program", "live", "live_forking", "run", "server", "zygote"]
+
+STACKS_S = 5.0
+"""To write them, on a busy machine."""
 
 
 def zygote() -> Any:
@@ -90,7 +94,11 @@ class Program:
         return int(self._process.exitcode)
 
     def communicate(self, timeout: float = PATIENCE_S) -> tuple[str, str]:
-        """Return what it still writes until it ends; its session is killed when it is too late."""
+        """Return what it still writes until it ends.
+
+        Its session is killed when it is too late; notes of the error are what it wrote, with the
+        stacks of its threads.
+        """
         said = {self.stdout: "", self.stderr: ""}
 
         def read(file: IO[str]) -> None:
@@ -102,8 +110,14 @@ class Program:
             reader.start()
         try:
             self.wait(timeout)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGABRT)  # its threads write where they are
+            self._process.join(STACKS_S)
             self.kill()
+            for file, reader in zip(said, readers, strict=True):
+                reader.join(STACKS_S)
+                error.add_note(said[file])
             raise
         finally:
             for reader in readers:
@@ -149,6 +163,7 @@ def _be(
         os.dup2(end.fileno(), number)
     out.close()
     err.close()
+    faulthandler.enable(2)
     multiprocessing.set_start_method(None, force=True)  # the fork server's is no program's default
     if forking:
         have_them_forked(live_forking)

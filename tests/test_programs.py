@@ -40,8 +40,11 @@ def test_how_it_ends() -> None:
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
     done = programs.run("-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
-    with pytest.raises(subprocess.TimeoutExpired):
-        programs.run("-c", "import time; time.sleep(600)", timeout=0.1)
+    late = programs.Program("-c", "import time; print('up', flush=True); time.sleep(600)")
+    assert late.stdout.readline() == "up\n"
+    with pytest.raises(subprocess.TimeoutExpired) as found:
+        late.communicate(0.1)
+    assert "in _play" in found.value.__notes__[1]
 
 
 STARTS = """
