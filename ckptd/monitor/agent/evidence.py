@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +26,7 @@ import msgspec
 
 from ckptd.monitor.agent.probes import measure
 from ckptd.monitor.report import LinkProbe, ProbeResult, Stack
-from ckptd.monitor.rules.said import KERNEL, class_of, process_of
+from ckptd.monitor.rules.said import KERNEL, class_of, process_of, together
 
 # --- stacks of processes --------------------------------------------------------------------------
 
@@ -96,7 +96,9 @@ def _python(pid: int, timeout_s: float) -> tuple[str, bool]:
         return f"no stacks of Python: {program}: {error.strerror}\n", False
     if done.returncode == 0:
         return done.stdout.decode(errors="replace"), True
-    output = done.stderr.decode(errors="replace").strip()[-1000:]
+    output = (
+        done.stderr.decode(errors="replace").strip().partition("\n\nStack backtrace:")[0][-1000:]
+    )
     if any(word in output for word in _FORBIDDEN):
         output += "\n(a container without CAP_SYS_PTRACE, or kernel.yama.ptrace_scope, forbids it)"
     return f"no stacks of Python: py-spy says: {output}\n", False
@@ -147,6 +149,8 @@ def _short(text: str) -> str:
 # --- what processes have printed ------------------------------------------------------------------
 
 _MOST_LOG = 8192
+_File = tuple[int, int]
+"""Its device and number."""
 
 
 def output_files(pid: int) -> tuple[str, ...]:
@@ -159,15 +163,19 @@ def output_files(pid: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def last_output(pid: int | None, files: Iterable[str] = ()) -> str:
+def last_output(
+    pid: int | None, files: Iterable[str] = (), printing: Mapping[_File, set[int]] | None = None
+) -> str:
     """Return the end of the files that a process prints to; of a pipe or a terminal, nothing.
 
     Parameters
     ----------
     pid
         The process; None if it has ended, and `files` are what it printed to.
+    printing
+        Ranks by file. What several print to one file has a line before it that says so.
     """
-    found: dict[tuple[int, int], str] = {}
+    found: dict[_File, str] = {}
     for name in files if pid is None else [f"/proc/{pid}/fd/{fd}" for fd in (2, 1)]:
         path = Path(name)
         with suppress(OSError):
@@ -176,8 +184,20 @@ def last_output(pid: int | None, files: Iterable[str] = ()) -> str:
                 with path.open("rb") as file:
                     file.seek(max(0, place.st_size - _MOST_LOG))
                     tail = file.read(_MOST_LOG).decode(errors="replace")
-                found[place.st_dev, place.st_ino] = tail.removesuffix("\n")
+                at = place.st_dev, place.st_ino
+                found[at] = together((printing or {}).get(at, ())) + tail.removesuffix("\n")
     return "\n".join(found.values())
+
+
+def _printing(files: Mapping[int, Iterable[str]]) -> Mapping[_File, set[int]]:
+    """Return the ranks that print to each file."""
+    found = defaultdict[_File, set[int]](set)
+    for rank, names in files.items():
+        for name in names:
+            with suppress(OSError):
+                place = os.stat(name)
+                found[place.st_dev, place.st_ino].add(rank)
+    return found
 
 
 _KERNEL_S = 120.0
@@ -314,7 +334,9 @@ class EvidenceTaker:
         found = {rank: self._joined(rank, pid, fresh.get(rank)) for rank, pid in pids.items()}
         with self._lock:
             files = dict(self._files)
-        logs = {rank: last_output(pid, files.get(rank, (0, ()))[1]) for rank, pid in pids.items()}
+        names = {rank: where for rank, (_, where) in files.items()}
+        printing = _printing(names)
+        logs = {r: last_output(pid, names.get(r, ()), printing) for r, pid in pids.items()}
         logs = {rank: log for rank, log in logs.items() if log}
         for rank, line in kernel_lines({pid: rank for rank, (pid, _) in files.items()}):
             mine = min(pids) if rank is None else rank

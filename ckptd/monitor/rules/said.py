@@ -8,7 +8,8 @@ the published taxonomies of NVRx (numbers of its categories) and ByteRobust (its
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +72,7 @@ _RANK = re.compile(
     r"\[Rank (\d+)\]: Ranks? (?P<named>\d+) failed",
     re.IGNORECASE,
 )
+_TOGETHER = re.compile(r"printed by (ranks [\d, ]+):")
 _PID = re.compile(r"(?:[Kk]illed process |pid=|PID )(\d+)")
 _CLOCKS = (
     re.compile(
@@ -130,7 +132,8 @@ class Said(NamedTuple):
         if seconds is not None:
             clock = f"{seconds // 3600:02.0f}:{seconds // 60 % 60:02.0f}:{int(seconds % 60):02d}"
         mark = ">" if number == self.first else " "
-        return f"{mark} {clock} {line.source}: {line.text}"
+        shared = line.source.startswith("ranks ") and line.rank is not None
+        return f"{mark} {clock} {f'rank {line.rank}' if shared else line.source}: {line.text}"
 
 
 def said(texts: Mapping[str, str], pids: Mapping[int, int] | None = None) -> Said | None:
@@ -139,7 +142,7 @@ def said(texts: Mapping[str, str], pids: Mapping[int, int] | None = None) -> Sai
     Parameters
     ----------
     texts
-        Output by its source: ``rank N``, a node, or `KERNEL`.
+        Output by its source: ``rank N``, ``ranks N, M`` of one file, a node, or `KERNEL`.
     pids
         Ranks by process, for lines that name one.
     """
@@ -165,6 +168,11 @@ def said(texts: Mapping[str, str], pids: Mapping[int, int] | None = None) -> Sai
     return Said(kind, ranks, first, tuple(lines))
 
 
+def together(ranks: Collection[int]) -> str:
+    """Return the line before what several ranks print to one file; of one rank, nothing."""
+    return f"printed by ranks {', '.join(map(str, sorted(ranks)))}:\n" if len(ranks) > 1 else ""
+
+
 def process_of(text: str) -> int | None:
     """Return the process that a line names, if any."""
     found = _PID.search(text)
@@ -176,12 +184,19 @@ def said_of(logs: Mapping[int, str]) -> str:
     texts: dict[str, str] = {}
     pids: dict[int, int] = {}
     for rank, log in logs.items():
-        lines = log.splitlines()
-        kernel = [line for line in lines if line.startswith(f"{KERNEL}: ")]
-        texts[f"rank {rank}"] = "\n".join(line for line in lines if line not in kernel)
-        pids |= {pid: rank for line in kernel if (pid := process_of(line)) is not None}
-        if kernel:
-            texts[KERNEL] = "\n".join([texts.get(KERNEL, ""), *(k[8:] for k in kernel)]).strip()
+        source, own = f"rank {rank}", defaultdict[str, list[str]](list)
+        for line in log.splitlines():
+            if of := _TOGETHER.fullmatch(line):
+                source = of[1]
+            elif line.startswith(f"{KERNEL}: "):
+                own[KERNEL].append(line[8:])
+                pids |= {pid: rank for pid in [process_of(line)] if pid is not None}
+            else:
+                own[source].append(line)
+        texts[f"rank {rank}"] = "\n".join(own.pop(f"rank {rank}", ()))
+        texts[KERNEL] = "\n".join([texts.get(KERNEL, ""), *own.pop(KERNEL, ())]).strip()
+        for source, lines in own.items():  # the others that print there have the same
+            texts[source] = max(texts.get(source, ""), "\n".join(lines), key=len)
     found = said(texts, pids)
     if found is None:
         return ""
@@ -205,8 +220,10 @@ def _weight(line: SaidLine, lines: list[SaidLine]) -> int:
 def _quiet(texts: Mapping[str, str], lines: list[SaidLine], abnormal: list[int]) -> tuple[int, ...]:
     """Return ranks that complain of nothing, where most of the others do: they are waited for."""
     every = {line.rank for line in lines if line.rank is not None}
-    every |= {int(name[5:]) for name in texts if re.fullmatch(r"rank \d+", name)}
+    every |= {int(n) for name in texts if name.startswith("rank") for n in re.findall(r"\d+", name)}
     loud = {lines[n].rank for n in abnormal}
+    if any(lines[n].rank is None and lines[n].source.startswith("ranks ") for n in abnormal):
+        return ()  # one of several has said it
     quiet = sorted(every - loud)
     return tuple(quiet) if 2 * len(quiet) < len(every) else ()
 
@@ -224,7 +241,7 @@ def _lines(source: str, text: str, pids: Mapping[int, int]) -> Iterator[SaidLine
         while prefix := _PREFIX.match(shown):  # of a launcher, and of PyTorch within
             rank = int(prefix[prefix.lastindex or 1])
             shown = shown[prefix.end() :]
-        kind = class_of(shown)
+        kind = None if shown.startswith("ckptd: ") else class_of(shown)  # not our own console
         if shown.startswith("Traceback (most recent call last)"):
             traced.add(rank)
         elif rank in traced and shown.startswith((" ", "\t")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,15 @@ from pathlib import Path
 import pytest
 
 from ckptd.monitor.agent import evidence
-from ckptd.monitor.agent.evidence import last_output, output_files, py_spy, take_stack, take_stacks
-from tests.processes import stop, until
+from ckptd.monitor.agent.evidence import (
+    EvidenceTaker,
+    last_output,
+    output_files,
+    py_spy,
+    take_stack,
+    take_stacks,
+)
+from tests.processes import PATIENCE_S, stop, until
 
 STUCK = """
 import time
@@ -142,3 +150,25 @@ def test_the_output_of_a_process_that_has_ended_is_in_its_files(tmp_path: Path) 
     process.communicate(b"\n")
     assert last_output(None) == ""
     assert last_output(None, files) == "KeyError: 1"
+
+
+def test_ranks_that_print_to_one_file_are_named_before_it(tmp_path: Path) -> None:
+    got = queue.Queue[dict[int, str]]()
+    taker = EvidenceTaker(b"", lambda _stacks, logs, _probes: got.put(logs))
+    program = "import sys; sys.stderr.write('KeyError: 1'); sys.stderr.flush(); input()"
+    processes = []
+    for rank in range(3):
+        with (tmp_path / f"err{rank // 2}").open("a") as file:
+            command = [sys.executable, "-c", program]
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=file))
+    try:
+        for rank, process in enumerate(processes):
+            taker.follow(rank, process.pid)
+        for process in processes:
+            process.communicate(b"\n")
+        taker.wanted(dict.fromkeys(range(3), None))
+        logs = got.get(timeout=PATIENCE_S)
+    finally:
+        taker.close()
+    together = "printed by ranks 0, 1:\nKeyError: 1KeyError: 1"
+    assert logs == {0: together, 1: together, 2: "KeyError: 1"}

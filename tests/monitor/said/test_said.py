@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.monitor.rules.said import CLASSES, said, said_of
+from ckptd.monitor.rules.said import CLASSES, said, said_of, together
 from tests.monitor.said.public import CASES, Case
 from tests.monitor.said.real import PROGRAMS, RANKS
 
@@ -69,3 +69,20 @@ def test_the_kernels_lines_of_a_rank_are_told_from_its_own() -> None:
     assert text.startswith("host memory, rank 1; next: use less memory")
     assert "> 10:20:00 kernel: " in text
     assert said_of({0: "step 7", 1: "step 7"}) == ""
+
+
+def test_what_ranks_print_to_one_file_is_said_by_none_of_them() -> None:
+    both = together({1, 0})
+    lines = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    log = f"{both}{lines}\n[rank0]: Traceback (most recent call last):\n[rank0]: KeyError: 1"
+    text = said_of({0: log, 1: f"{log}\nckptd: incident of rank 0: out of memory"})
+    assert text.startswith("device program; next: ")
+    assert text.count("CUDA error") == 1
+    assert "> " + " " * 8 + " ranks 0, 1: RuntimeError" in text
+    assert " rank 0: KeyError: 1" in text
+    # Nobody knows which of them waits.
+    late = f"{both}RuntimeError: Timed out waiting 1000ms for recv operation to complete"
+    assert said_of({0: late, 1: late}).startswith("call timed out; next: ")
+    assert ", rank 2; next" in said_of(
+        {0: late.replace(both, ""), 1: late.replace(both, ""), 2: ""}
+    )

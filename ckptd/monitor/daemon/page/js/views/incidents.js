@@ -66,7 +66,7 @@ export function incidents(root) {
     incident = whole;
     if (chosen !== null && chosen !== id) return;
     const kept = detail.dataset.id === id ? opened() : null;
-    if (refill(detail, JSON.stringify(incident), () => page(incident, acknowledged)) && kept) restore(kept);
+    if (refill(detail, JSON.stringify([incident, store.job?.job]), () => page(incident, acknowledged)) && kept) restore(kept);
     detail.dataset.id = id;
   }
 
@@ -87,7 +87,7 @@ export function incidents(root) {
   function acknowledged(answer) {
     whole = { ...whole, ...answer };
     store.setIncident(whole);
-    refill(detail, JSON.stringify(whole), () => page(whole, acknowledged));
+    refill(detail, JSON.stringify([whole, store.job?.job]), () => page(whole, acknowledged));
   }
 
   drawList();
@@ -136,7 +136,7 @@ function page(i, acknowledged) {
     v.rules_out.length ? section("Rules out", h("ul", { class: "plain" }, v.rules_out.map((r) => h("li", {}, sentence(r))))) : null,
     section("Would be refuted by", h("p", {}, sentence(v.refuted_by))),
     Object.keys(v.numbers ?? {}).length ? section("Numbers", h("dl", { class: "numbers" }, Object.entries(v.numbers).map(([k, n]) => h("div", {}, h("dt", {}, k.replaceAll("_", " ")), h("dd", {}, figure(n)))))) : null,
-    consequences(i), probes(i.probes), i.said ? section("What the job says", h("pre", { tabindex: "0" }, i.said)) : null, texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
+    consequences(i), probes(i.probes), i.said ? section("What the job says", h("pre", { class: "stack", tabindex: "0" }, i.said)) : null, texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
 }
 
 /** What it has cost so far: from its first sign to when it was last seen, of all ranks of the job. */
@@ -146,7 +146,7 @@ function cost(i) {
   const lost = (i.cost * lasted * world) / 3600;
   const what = i.cost >= 1 ? `No step for ${seconds(lasted)}` : `${percent(i.cost)} of each step for ${seconds(lasted)}`;
   const so = i.state === "open" ? " so far" : "";
-  return section("Cost", h("p", {}, h("b", {}, what), world ? `: ${lost >= 1 ? plural(Math.round(lost), "rank-hour") : plural(Math.round(60 * lost), "rank-minute")} of ${plural(world, "rank")}${so}.` : `${so}.`));
+  return section("Cost", h("p", {}, h("b", {}, what), 60 * lost >= 1 ? `: ${lost >= 1 ? plural(Math.round(lost), "rank-hour") : plural(Math.round(60 * lost), "rank-minute")} of ${plural(world, "rank")}${so}.` : `${so}.`));
 }
 
 /** Commands to type next: who stands still is looked at; where a controller is, its node is left out. */
