@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
+from operator import methodcaller
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from ckptd.base.runtime import launched
 from ckptd.base.runtime.memory import Pages, mappings, read_memory
 from ckptd.base.runtime.pool import batches
 from ckptd.base.torch.device import has_streams, kind_of
+from ckptd.base.torch.memorywatch import MemorySpan, Resizes, SpanWatch
 from ckptd.base.torch.tensors import WORDS, as_bytes, bytes_at
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.save.arena import Slot
@@ -31,11 +34,10 @@ from ckptd.checkpoint.torch.feed import (
     StridedWindow,
 )
 from ckptd.checkpoint.torch.layouts import LayoutSave
-from ckptd.checkpoint.torch.memorywatch import MemorySpan, Resizes, SpanWatch
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.describe import Describer
-from ckptd.checkpoint.torch.state.leaves import TensorLeaf
+from ckptd.checkpoint.torch.state.leaves import RecalledLeaves, TensorLeaf
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
@@ -138,17 +140,19 @@ class CopyForm:
         shared = [(m.start, m.end) for m in self._mappings if m.shared]
         self.fresh = {n for n in locals if leaves[n].fresh}
         self.shared = _lying_in(leaves, shared) | self.fresh
-        self.late = {n for n, leaf in leaves.items() if self._waits(n, leaf.local) and held(leaf)}
+        self.late = {n for n, leaf in leaves.items() if held(leaf) and self._waits(n, leaf.local)}
         self.watched = [n for n in locals if n in self.late]
-        self.steps = [cut for step in steps for cut in self._cut(step, locals[step.name])]
-        self.addresses = [locals[step.name].data_ptr() for step in self.steps]
+        self.steps = steps
+        if self.on_device:
+            self.steps = [cut for step in steps for cut in self._cut(step, locals[step.name])]
+        self.addresses = array("Q", [locals[step.name].data_ptr() for step in self.steps])
         runs = [
             None if step.name in self.fresh else _run(locals[step.name], step)
             for step in self.steps
         ]
-        self.plain = [run is not None for run in runs]
+        self.plain = bytes([run is not None for run in runs])
         self.runs = np.array([run or (0, 0, 0) for run in runs], np.int64).reshape(-1, 3)
-        self._nbytes = {n: x.numel() * x.element_size() for n, x in locals.items()}
+        self._nbytes = {n: locals[n].nbytes for n in self.watched}
 
     def _waits(self, name: str, local: torch.Tensor) -> bool:
         """Tell whether a local tensor may be copied late, if it is held."""
@@ -331,11 +335,15 @@ class CopySources:
             self._check_there(numbers)
             raise
 
-    def _check_there(self, numbers: Iterable[int]) -> None:
+    def _check_there(self, numbers: Sequence[int]) -> None:
         steps, addresses, leaves = self.form.steps, self.form.addresses, self.leaves
-        moved = [
-            steps[n].name for n in numbers if leaves[steps[n].name].local.data_ptr() != addresses[n]
-        ]
+        names = [steps[n].name for n in numbers]
+        if isinstance(leaves, RecalledLeaves):
+            locals = leaves.locals(names)
+        else:
+            locals = [leaves[name].local for name in names]
+        places = map(methodcaller("data_ptr"), locals)
+        moved = [x for x, n, at in zip(names, numbers, places, strict=True) if at != addresses[n]]
         if gone := [name for name in moved if name not in self.form.fresh]:
             raise _mutated(gone)
 

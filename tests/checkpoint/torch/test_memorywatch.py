@@ -23,16 +23,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptd
 from ckptd.base.runtime import memory
 from ckptd.base.runtime.memory import PAGE, Pages, mappings
-from ckptd.checkpoint.save import arena
-from ckptd.checkpoint.save.arena import Slot
-from ckptd.checkpoint.torch import copy as copying
-from ckptd.checkpoint.torch.memorywatch import (
+from ckptd.base.torch.memorywatch import (
     SAMPLED_BYTES,
     WHOLE_BYTES,
     MemorySpan,
     Resizes,
     SpanWatch,
 )
+from ckptd.checkpoint.save import arena
+from ckptd.checkpoint.save.arena import Slot
+from ckptd.checkpoint.torch import copy as copying
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 from ckptd.types import Box

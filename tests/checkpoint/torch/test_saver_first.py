@@ -78,8 +78,8 @@ def test_saves_of_mere_tensors_make_few_calls(tmp_path: Path) -> None:
         ck.load(live)
     assert live["layer.7"].tolist() == [8.0] * 4
     assert all(live[f"layer.{i}"].tolist() == [float(i)] * 4 for i in range(900) if i != 7)
-    assert calls[0] / (4 * PARAMETERS) <= 45
-    assert calls[1] / (4 * PARAMETERS) <= 10
+    assert calls[0] / (4 * PARAMETERS) <= 35
+    assert calls[1] / (4 * PARAMETERS) <= 2  # one of them to fill a slot that is new
 
 
 def _others() -> Iterator[dict[str, torch.Tensor]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from ckptd.base.torch.tensors import (
@@ -26,6 +28,7 @@ from ckptd.base.torch.tensors import (
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     PerRank,
+    RecalledLeaves,
     Sink,
     StatePlace,
     TensorLeaf,
@@ -41,7 +44,14 @@ from ckptd.checkpoint.torch.state.optimizers import (
 )
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.checkpoint.torch.state.values import add_array, add_value, whole
-from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
+from ckptd.checkpoint.torch.state.walk import (
+    Site,
+    TensorRun,
+    has_own_words,
+    is_stateful,
+    one_by_one,
+    walk,
+)
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
 from ckptd.checkpoint.torch.state.wrapped import form_of
 from ckptd.errors import CkptdError, UsageError
@@ -54,7 +64,7 @@ def _is_batches(value: object) -> TypeGuard[Batches]:
     return is_of(value, "ckptd.checkpoint.torch.data.batches", "Batches")
 
 
-_HEAVY = (torch.Tensor, nn.Module, torch.optim.Optimizer)
+_HEAVY = (torch.Tensor, TensorRun, nn.Module, torch.optim.Optimizer)
 
 
 def is_heavy(site: Site) -> bool:
@@ -91,6 +101,10 @@ class _Look(msgspec.Struct):
                 look._module(site.value)
             elif isinstance(site.value, torch.optim.Optimizer):
                 look._optimizer(site.value, site.speaker)
+            elif isinstance(site.value, TensorRun):
+                items = site.value.items
+                look.facts += [site.value.named, len(items), *map(itemgetter(0), items)]
+                look.things += map(itemgetter(1), items)
             else:
                 look.things.append(site.value)
         return look
@@ -140,7 +154,8 @@ class _Known:
     reference cannot be swapped (`torch.utils.swap_tensors`, which ``module.to()`` calls). They are
     known again by their ids, which others have once they are gone; one that is the same view of
     the same memory, in the same places, is as good. Memory is known by weak references to storages,
-    whose identity nothing else gets as long as there is one.
+    whose identity nothing else gets as long as there is one. Tensors may be many: of each, numbers
+    in arrays are kept, and references to what many have in common.
 
     Parameters
     ----------
@@ -151,7 +166,7 @@ class _Known:
     """
 
     def __init__(
-        self, look: _Look, ids: list[int], inside: list[tuple[int, Any]], sink: Sink
+        self, look: _Look, ids: array[int], inside: list[tuple[int, Any]], sink: Sink
     ) -> None:
         leaves = sink.leaves
         positions = {id(thing): at for at, thing in enumerate(look.things)}
@@ -159,23 +174,31 @@ class _Known:
         self._owners = [weakref.ref(owner) for owner in look.owners]
         self._ids, self._inside, self._records = ids, inside, sink.records
         self._facts = look.facts
-        self._positions = list(tensors)
-        self._memory, locals = _memory(tensors.values())
-        self._storages = [StorageWeakRef(x.untyped_storage()) for x in locals]
-        self._held = {x.untyped_storage()._cdata for x in locals}
+        self._positions = array("Q", tensors)
+        self._memory, _, storages = _memory(tensors.values())
+        self._storages = _WeakStorages(storages)
+        shared: dict[Any, Any] = {}
+        for column in self._memory:
+            if isinstance(column, list):
+                column[:] = map(shared.setdefault, column, column)
         # Kept, so that their ids are not given to others.
         self._meshes = {id(t.device_mesh): t.device_mesh for t in tensors.values() if is_dtensor(t)}
         at = {id(tensor): number for number, tensor in enumerate(tensors.values())}
-        self._forms = [
-            (
-                at[id(sink.parts.get(leaf.name, leaf.origin))],
-                *(positions[id(leaf.origin)], leaf.tensor is not leaf.local, leaf.name),
-                *(leaf.section, leaf.kind, leaf.path, leaf.aliases, leaf.own, leaf.wrapped),
-            )
-            for leaf in leaves.tensors.values()
-            if not leaf.fresh
-        ]
-        self._order = list(leaves.tensors)
+        self._order: dict[str, int | None] = dict.fromkeys(leaves.tensors)
+        self._sections = [""] * len(tensors)
+        self._forms: list[Any] = [None] * len(tensors)
+        self._origins: dict[int, int] = {}
+        self._tied: dict[int, tuple[str, ...]] = {}
+        for leaf in leaves.tensors.values():
+            if not leaf.fresh:
+                number = at[id(sink.parts.get(leaf.name, leaf.origin))]
+                self._order[leaf.name], self._sections[number] = number, leaf.section
+                form = leaf.tensor is not leaf.local, leaf.kind, leaf.own, leaf.wrapped
+                self._forms[number] = shared.setdefault(form, form)
+                if leaf.wrapped:
+                    self._origins[number] = positions[id(leaf.origin)]
+                if leaf.aliases:
+                    self._tied[number] = leaf.aliases
         self._aliases = {a: n for a, n in leaves.aliases.items() if not leaves.tensors[n].fresh}
         self._paths = {
             name: sink.path(name)
@@ -248,33 +271,35 @@ class _Known:
             look.facts != self._facts
             or _ids(look.things) != self._ids
             or any(look.unwrap(at) != form for at, form in self._inside)
-            or [id(known()) for known in self._owners] != _ids(look.owners)
+            or [id(known()) for known in self._owners] != [*map(id, look.owners)]
         ):
             return None
         tensors = [look.things[at] for at in self._positions]
-        memory, locals = _memory(tensors)
+        memory, locals, storages = _memory(tensors)
         if memory != self._memory:
             return None
-        found: dict[str, Any] = dict.fromkeys(self._order)  # what is fresh comes to its place
-        things = look.things
-        for at, origin, meshed, name, section, kind, path, aliases, own, wrapped in self._forms:
-            local = locals[at].detach()
-            whole = tensors[at] if meshed else local
-            found[name] = TensorLeaf(
-                name, whole, local, section, kind, path, things[origin], aliases, None, own, wrapped
-            )
+
+        def leaf(name: str, number: int) -> TensorLeaf:
+            meshed, kind, own, wrapped = self._forms[number]
+            local, section = locals[number].detach(), self._sections[number]
+            whole = tensors[number] if meshed else local
+            origin = look.things[self._origins[number]] if wrapped else tensors[number]
+            aliases, path = self._tied.get(number, ()), self._paths[name]
+            of = (section, kind, path, origin, aliases, None, own, wrapped)
+            return TensorLeaf(name, whole, local, *of)
+
         for name, (saying, positions) in self._sayings.items():
             slots = [look.things[at] for at in positions]
             if saying.asks and not saying.fits(said[name], slots):
                 return None
         leaves = Leaves(
-            tensors=found,
+            tensors=RecalledLeaves(dict(self._order), leaf, locals, storages),
             objects={record.name: record for record in self._records},
             aliases=dict(self._aliases),
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
             known=self._token,
         )
-        sink = Sink.again(leaves, dict(self._paths))
+        sink = Sink.again(leaves, ChainMap({}, self._paths))
         sink.said, sink.told = said, asked.told
         for site in sites:
             if isinstance(site.value, torch.optim.Optimizer):
@@ -292,9 +317,8 @@ class _Known:
 
     def _forms_of(self, fresh: list[TensorLeaf]) -> list[tuple[Any, ...]] | None:
         """Return the forms of what each save asks for; None where it shares memory with others."""
-        if any(
-            is_dtensor(x.tensor) or x.local.untyped_storage()._cdata in self._held for x in fresh
-        ):
+        held = {*self._memory[0]} if fresh else ()
+        if any(is_dtensor(x.tensor) or x.local.untyped_storage()._cdata in held for x in fresh):
             return None
         return [
             (
@@ -305,36 +329,53 @@ class _Known:
         ]
 
 
-def _ids(things: Iterable[Any]) -> list[int]:
-    return list(map(id, things))
+class _WeakStorages:
+    """Weak references to storages, a number each."""
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        # Modules go before objects do.
+        self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+        references: list[Any] = [s._weak_ref() for s in storages]
+        self._references = array("Q", references)
+
+    def __del__(self) -> None:
+        for reference in self._references:
+            self._free(reference)
 
 
-def _memory(tensors: Iterable[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return where tensors lie and how their memory is read, and this rank's parts of them.
+def _ids(things: Iterable[Any]) -> array[int]:
+    return array("Q", map(id, things))
+
+
+def _memory(
+    tensors: Iterable[torch.Tensor],
+) -> tuple[list[Any], list[torch.Tensor], list[torch.UntypedStorage]]:
+    """Return where tensors lie and how that is read, in columns; this rank's parts; their storages.
 
     Two that are equal are the same view of the same memory, as long as a weak reference keeps the
     identity of the storage that was there at first from others.
     """
-    found: list[Any] = []
-    locals = []
-    for tensor in tensors:
-        local = local_tensor(tensor)
-        if local is not tensor and is_dtensor(tensor):
-            # The mesh is an object that others may be equal to: ranks agree on its identity alone.
-            found += (id(tensor.device_mesh), tensor.placements, tensor.shape)
+    wholes = [*tensors]
+    locals = [t if type(t) in PLAIN else local_tensor(t) for t in wholes]
+    storages = [local.untyped_storage() for local in locals]
+    columns = [
         # The storage says the device. Memory that is empty here (an uneven shard) has no address.
+        array("Q", [storage._cdata for storage in storages]),
+        array("Q", map(methodcaller("data_ptr"), locals)),
+        [local.shape for local in locals],
+        [local.stride() for local in locals],
+        [local.dtype for local in locals],
         # The bits of a view change what is read and not where.
-        found += (
-            local.untyped_storage()._cdata,
-            local.data_ptr(),
-            local.shape,
-            local.stride(),
-            local.dtype,
-            local.is_conj(),
-            local.is_neg(),
-        )
-        locals.append(local)
-    return found, locals
+        bytes(map(methodcaller("is_conj"), locals)),
+        bytes(map(methodcaller("is_neg"), locals)),
+        # The mesh is an object that others may be equal to: ranks agree on its identity alone.
+        [
+            (at, id(whole.device_mesh), whole.placements, whole.shape)
+            for at, (whole, local) in enumerate(zip(wholes, locals, strict=True))
+            if local is not whole and is_dtensor(whole)
+        ],
+    ]
+    return columns, locals, storages
 
 
 _log = logging.getLogger("ckptd")
@@ -389,8 +430,9 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
 
 def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
     """Add the leaves of all sites to `sink`; return the owner of each parameter."""
-    owners = ParameterOwners(sites)
-    for site in sites:
+    each = [*one_by_one(sites)]
+    owners = ParameterOwners(each)
+    for site in each:
         _add(sink, site, owners)
     return owners
 

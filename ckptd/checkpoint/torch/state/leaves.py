@@ -9,11 +9,20 @@ from __future__ import annotations
 import bisect
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, Protocol, cast, get_args
 
 import msgspec
 import torch
@@ -249,6 +258,57 @@ class TensorLeaf(msgspec.Struct, eq=False):
         return tuple(self.tensor.shape)
 
 
+class RecalledLeaves(MutableMapping[str, TensorLeaf]):
+    """Leaves by name, each of which is made when it is first asked for.
+
+    Parameters
+    ----------
+    found
+        A number by name, and None for what is put there later.
+    make
+        Makes the leaf of a number.
+    locals
+        What this rank has of the tensor, by number.
+    kept
+        What keeps their memory meanwhile.
+    """
+
+    def __init__(
+        self,
+        found: dict[str, Any],
+        make: Callable[[str, int], TensorLeaf],
+        locals: Sequence[torch.Tensor],
+        kept: object,
+    ) -> None:
+        self._found, self._make, self._locals, self._kept = found, make, locals, kept
+
+    def locals(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return the local tensor of each leaf, and make none for that."""
+        found = map(self._found.__getitem__, names)
+        return [self._locals[f] if type(f) is int else f.local for f in found]
+
+    def __getitem__(self, name: str) -> TensorLeaf:
+        found = self._found[name]
+        if type(found) is int:
+            found = self._found[name] = self._make(name, found)
+        return cast("TensorLeaf", found)
+
+    def __setitem__(self, name: str, leaf: TensorLeaf) -> None:
+        self._found[name] = leaf
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
 class ObjectLeaf(msgspec.Struct):
     """One replicated value.
 
@@ -397,7 +457,7 @@ class Leaves(msgspec.Struct):
     `apply_objects` loads by, once tensors are filled.
     """
 
-    tensors: dict[str, TensorLeaf] = msgspec.field(default_factory=dict)
+    tensors: MutableMapping[str, TensorLeaf] = msgspec.field(default_factory=dict)
     objects: dict[str, ObjectLeaf] = msgspec.field(default_factory=dict)
     per_rank: dict[str, PerRankLeaf] = msgspec.field(default_factory=dict)
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
@@ -533,7 +593,7 @@ class Sink:
         self.leaves = Leaves()
         self.saved = saved
         self.device = device
-        self._paths: dict[str, str] = {}
+        self._paths: MutableMapping[str, str] = {}
         self._by_memory: dict[Hashable, TensorLeaf] = {}
         self.live: list[torch.Tensor] = []
         self.fresh: list[TensorLeaf] = []
@@ -552,7 +612,7 @@ class Sink:
         return self._by_memory.get(key)
 
     @staticmethod
-    def again(leaves: Leaves, paths: dict[str, str]) -> Sink:
+    def again(leaves: Leaves, paths: MutableMapping[str, str]) -> Sink:
         """Return one that has leaves already, under names that stand at `paths`."""
         sink = Sink()
         sink.leaves = leaves

@@ -13,19 +13,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
-from operator import setitem
-from typing import Any
+from itertools import groupby, islice
+from operator import itemgetter, setitem
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptd.base.torch.tensors import PLAIN
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
 from ckptd.checkpoint.torch.state.hosted import HOSTED, HostedOptimizer
-from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace
+from ckptd.checkpoint.torch.state.leaves import (
+    PerRank,
+    SavedNames,
+    StatePlace,
+    put_nothing,
+)
 from ckptd.checkpoint.torch.state.objects import DICTS, replace_in_place
 from ckptd.errors import UsageError
 
@@ -260,6 +266,44 @@ class Site(msgspec.Struct, frozen=True):
     speaker: Any = None
 
 
+class TensorRun(NamedTuple):
+    """Value of the one site of plain tensors that stand one behind the other in a dict.
+
+    Attributes
+    ----------
+    held
+        The dict.
+    items
+        Their keys, and they.
+    named
+        Gives the segment of a name for a key.
+    """
+
+    held: Any
+    items: list[tuple[Any, torch.Tensor]]
+    named: Callable[[Any], str]
+
+
+def one_by_one(sites: Iterable[Site]) -> Iterator[Site]:
+    """Yield a site for each tensor of a run, and others as they are."""
+    for site in sites:
+        if type(site.value) is not TensorRun:
+            yield site
+            continue
+        held, items, named = site.value
+        for key, tensor in items:
+            yield Site(_child(site.place, named(key), key), tensor, partial(setitem, held, key))
+
+
+def _child(place: StatePlace, segment: str, key: Any) -> StatePlace:
+    """Return the place of an item of a dict; at the top each is a section."""
+    child = place.child(segment, f"[{key!r}]")
+    return child if place.name else StatePlace(segment, child.path, key)
+
+
+_TOP = StatePlace("", "state", "")
+
+
 def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site]:
     """Return the sites of `state` in order.
 
@@ -278,7 +322,7 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
         nothing later, or an optimizer around others, of which something would be lost.
     """
     given: object = state
-    if not isinstance(given, Mapping) or not all(type(k) is str for k in given):
+    if not isinstance(given, Mapping) or {*map(type, given)} - {str}:
         raise UsageError(
             "the state must be a dict with string keys",
             wanted='{"model": model, "optim": optimizer, ...}',
@@ -290,14 +334,7 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
         )
     walker = _Walker(saved)
     walker.enter(state, "state")
-    sites = [
-        site
-        for key, value in state.items()
-        for site in walker.visit(
-            StatePlace(escape_key(key), f"state[{key!r}]", key), value, partial(setitem, state, key)
-        )
-    ]
-    return _without_wrappers(sites)
+    return _without_wrappers([*walker.items(_TOP, state, escape_key)])
 
 
 def _without_wrappers(sites: list[Site]) -> list[Site]:
@@ -416,10 +453,22 @@ class _Walker(Nesting):
             # Where it is empty there is no leaf below that could tell that it exists.
             yield one
         else:
-            names = fqn_segment if is_state_dict(value) else escape_key
-            for key, item in value.items():
-                child = place.child(names(key), f"[{key!r}]")
-                yield from self.visit(child, item, partial(setitem, value, key))
+            yield from self.items(place, value, fqn_segment if is_state_dict(value) else escape_key)
+
+    def items(
+        self, place: StatePlace, value: Mapping[Any, Any], named: Callable[[Any], str]
+    ) -> Iterator[Site]:
+        """Yield the sites of all items of a dict."""
+        pairs = [*value.items()]
+        plain = map(PLAIN.__contains__, map(type, map(itemgetter(1), pairs)))
+        for run, some in groupby(zip(plain, pairs, strict=True), itemgetter(0)):
+            items = [*map(itemgetter(1), some)]
+            if run:
+                yield Site(place, TensorRun(value, items, named), put_nothing)
+                continue
+            for key, item in items:
+                put = partial(setitem, value, key)
+                yield from self.visit(_child(place, named(key), key), item, put)
 
     def _visit_sequence(
         self, place: StatePlace, value: list[Any] | tuple[Any, ...], put: Callable[[Any], None]

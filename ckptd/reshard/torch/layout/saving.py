@@ -103,7 +103,8 @@ class BoundLeaves(LayoutSave):
         Leaves that are only compared are there too, by names that no tensor has.
         """
         own = {n: p.leaf for n, p in self.parts.items()}
-        return self.leaves.tensors | own | {f"copy {n}": p.leaf for n, p in enumerate(self.copies)}
+        copies = {f"copy {n}": part.leaf for n, part in enumerate(self.copies)}
+        return {**self.leaves.tensors, **own, **copies}
 
     def structure(self, bare: Structure) -> Structure:
         """Add the stored tensors to the structure of everything else."""
