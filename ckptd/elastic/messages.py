@@ -44,6 +44,7 @@ _URL = r"\Ahttps?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}\Z"
 _Sick = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=512)], ...], msgspec.Meta(max_length=1024)
 ]
+_Domains = Annotated[tuple[_Short, ...], msgspec.Meta(max_length=8)]
 _Text = Annotated[str, msgspec.Meta(max_length=4000)]
 _Url = Annotated[str, msgspec.Meta(max_length=256, pattern=_URL)]
 
@@ -80,6 +81,8 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
         sentence each.
     pid
         Of its launcher; 0 is unknown.
+    domains
+        Where it is in the network, from the widest domain to the narrowest.
     """
 
     node: str
@@ -91,6 +94,7 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
     host: _Short = ""
     sick: _Sick = ()
     pid: _Count = 0
+    domains: _Domains = ()
 
 
 class Left(JobEvent, frozen=True, kw_only=True, tag=True):

@@ -1,14 +1,20 @@
-"""Assignment of ranks to the mesh: survivors stay where they are, and groups stay on one node."""
+"""Assignment of ranks to the mesh: survivors stay where they are, and groups stay on one node.
+
+What replicas of one pipeline stage add up is most of what crosses the network, and what stages pass
+on is little. So a stage stays within a domain (a rack, a block), and the pipeline crosses them.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 _SPARE = -1
+Domains = tuple[str, ...]
+"""Where a node is in the network, from the widest to the narrowest; empty where nobody says."""
 
 
 class Coordinate(NamedTuple):
@@ -30,11 +36,14 @@ class NodeSlot(msgspec.Struct, frozen=True, order=True):
         Which of the node's slots.
     held
         The place whose state it has in memory; None for a spare or a newcomer.
+    domains
+        Of its node.
     """
 
     node: str
     number: int
     held: Coordinate | None = None
+    domains: Domains = ()
 
 
 class SlotPosition(msgspec.Struct, frozen=True):
@@ -78,7 +87,8 @@ def place(
     """Return which slot takes which place, in the order of ranks, and which slots are left over.
 
     Whole groups keep their stage and replica where those still exist; groups of replicas that are
-    gone fill the holes of their own stage next, since they hold its parameters; then spares.
+    gone fill the holes of their own stage next, since they hold its parameters; then spares. Of
+    those the nearest to the others of the stage; a stage of none begins where it fits best.
 
     Parameters
     ----------
@@ -89,19 +99,25 @@ def place(
     """
     wanted = [(p, d) for p in range(pp) for d in range(dp)]
     taken: dict[tuple[int, int], _Unit] = {}
-    free: dict[int, deque[_Unit]] = defaultdict(deque)
+    free: dict[int, _Pool] = defaultdict(_Pool)
+    near: dict[int, Counter[Domains]] = defaultdict(Counter)
     for group in _units(slots, tp, keep):
         if group.home is not None and group.home[0] < pp and group.home[1] < dp:
             taken[group.home] = group
+            near[group.home[0]].update(_within(group.slots[0].domains))
         else:
-            free[group.home[0] if group.home is not None else _SPARE].append(group)
+            free[group.home[0] if group.home is not None else _SPARE].add(group)
+    missing = Counter(p for p, d in wanted if (p, d) not in taken)
     for hole in wanted:
         if hole not in taken:
+            stage = hole[0]
             # A rank that holds the stage comes first; one that holds another comes last, since a
             # hole of its own stage may follow.
-            others = (stage for stage in free if stage not in (hole[0], _SPARE))
-            source = next(stage for stage in (hole[0], _SPARE, *others) if free[stage])
-            taken[hole] = free[source].popleft()
+            others = (other for other in free if other not in (stage, _SPARE))
+            source = next(f for f in (stage, _SPARE, *others) if free[f].size)
+            taken[hole] = free[source].take(near[stage], missing[stage])
+            near[stage].update(_within(taken[hole].slots[0].domains))
+            missing[stage] -= 1
     places = [
         SlotPosition(slot, Coordinate(p, d, t), keep and _holds(slot, p, t))
         for p, d in wanted
@@ -109,6 +125,64 @@ def place(
     ]
     used = {p.slot for p in places}
     return tuple(places), tuple(s for s in sorted(slots, key=_order) if s not in used)
+
+
+def together(places: Iterable[SlotPosition]) -> str:
+    """Return in words how near the replicas of each stage are; empty where no node says where."""
+    stages: dict[int, set[Domains]] = defaultdict(set)
+    for place in places:
+        stages[place.at.pp].add(place.slot.domains)
+    if not any(any(found) for found in stages.values()):
+        return ""
+    one = sum(len(found) == 1 for found in stages.values())
+    return f"the replicas of {one} of {len(stages)} pipeline stages are within one domain"
+
+
+class _Pool:
+    """Groups that have no place yet, by domains."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._groups: dict[Domains, deque[_Unit]] = defaultdict(deque)
+
+    def add(self, group: _Unit) -> None:
+        self.size += 1
+        self._groups[group.slots[0].domains].append(group)
+
+    def take(self, near: Mapping[Domains, int], wanted: int) -> _Unit:
+        """Return the group that is nearest to others, or the first of so many for which it fits."""
+        if near:
+            # Most of the others in the widest domain first, then within it.
+            at = max(
+                self._groups, key=lambda d: ([near.get(w, 0) for w in _within(d)], self._room(d))
+            )
+        else:
+            at = self._fitting(wanted)
+        group = self._groups[at].popleft()
+        self.size -= 1
+        if not self._groups[at]:
+            del self._groups[at]
+        return group
+
+    def _fitting(self, wanted: int) -> Domains:
+        """Return a place in the smallest domain that has so many; else in the largest there is."""
+        room = Counter[Domains]()
+        for domains, groups in self._groups.items():
+            room.update(dict.fromkeys(_within(domains), len(groups)))
+        enough = [d for d in room if room[d] >= wanted]
+        if enough:
+            within = min(enough, key=lambda d: (-len(d), room[d]))
+        else:
+            within = max((d for d in room), key=lambda d: (len(d) == 1, room[d]), default=())
+        return max((d for d in self._groups if d[: len(within)] == within), key=self._room)
+
+    def _room(self, domains: Domains) -> int:
+        return len(self._groups[domains])
+
+
+def _within(domains: Domains) -> Iterator[Domains]:
+    """Yield the domains that hold others, from the widest to the narrowest."""
+    return (domains[:depth] for depth in range(1, len(domains) + 1))
 
 
 def _units(slots: Sequence[NodeSlot], tp: int, keep: bool) -> list[_Unit]:

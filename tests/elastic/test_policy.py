@@ -7,13 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.elastic.placement import Coordinate, NodeSlot
+from ckptd.elastic.placement import Coordinate, NodeSlot, together
 from ckptd.elastic.policy import Choice, JobSpec, MemoryNeed, Shape, choose
 from ckptd.errors import RefusedError, UsageError
 
 
-def cluster(nodes: int, slots: int) -> list[NodeSlot]:
-    return [NodeSlot(f"n{n:05}", k) for n in range(nodes) for k in range(slots)]
+def cluster(nodes: int, slots: int, racks: int = 0) -> list[NodeSlot]:
+    """Nodes, which lie in racks turn by turn, two racks a block; without racks nowhere."""
+    where = [(f"b{r // 2}", f"r{r}") for r in range(racks)] or [()]
+    return [
+        NodeSlot(f"n{n:05}", k, None, where[n % len(where)])
+        for n in range(nodes)
+        for k in range(slots)
+    ]
 
 
 def settled(choice: Choice) -> list[NodeSlot]:
@@ -103,6 +109,38 @@ def test_the_job_grows_back_but_never_beyond_its_plan() -> None:
     assert [p.at.dp for p in grown.places if p.stays] == [0, 1]
 
 
+def racks(choice: Choice) -> list[set[str]]:
+    """Return the racks of each stage."""
+    return [
+        {p.slot.domains[-1] for p in choice.places if p.at.pp == stage}
+        for stage in range(choice.shape.pp)
+    ]
+
+
+def test_a_stage_lies_within_a_rack_where_one_has_room() -> None:
+    job = JobSpec(microbatches=8, planned=Shape(pp=3, dp=4))
+    first = choose(job, cluster(15, 1, 3))
+    assert all(len(found) == 1 for found in racks(first))
+    assert together(first.places) == "the replicas of 3 of 3 pipeline stages are within one domain"
+    assert together(choose(job, cluster(15, 1)).places) == ""
+    # A spare of the same rack takes the place; without one there, one of the same block.
+    lost = next(p.slot for p in first.places if p.at == (1, 2, 0))
+    after = choose(job, without(settled(first), lost.node))
+    assert racks(after) == racks(first)
+    assert after.moves == 1
+    near = {s.node for s in after.parked if s.domains == lost.domains}
+    again = choose(job, without(settled(after), *near, after.places[4].slot.node))
+    blocks = {p.slot.domains[0] for p in again.places if p.at.pp == 1}
+    assert len(blocks) == (1 if lost.domains[0] == "b0" else 2)
+
+
+def test_a_stage_that_no_rack_holds_lies_within_a_block() -> None:
+    job = JobSpec(microbatches=8, planned=Shape(pp=2, dp=5))
+    choice = choose(job, cluster(12, 1, 4))  # racks of three
+    for stage in range(2):
+        assert len({p.slot.domains[0] for p in choice.places if p.at.pp == stage}) == 1
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[JobSpec, list[NodeSlot], Shape]:
     planned = Shape(*(draw(st.integers(1, 4)) for _ in range(3)))
@@ -113,7 +151,7 @@ def situations(draw: st.DrawFn) -> tuple[JobSpec, list[NodeSlot], Shape]:
         tp=tuple(draw(st.lists(st.integers(1, 4), max_size=1))),
     )
     nodes = -(-planned.world // planned.tp) + draw(st.integers(0, 2))
-    first = choose(job, cluster(nodes, planned.tp))
+    first = choose(job, cluster(nodes, planned.tp, draw(st.integers(0, 4))))
     gone = draw(st.sets(st.sampled_from(range(len(first.places) + len(first.parked)))))
     left = [s for k, s in enumerate(settled(first)) if k not in gone]
     return job, left, first.shape
@@ -150,7 +188,7 @@ def test_every_place_is_taken_once_by_groups_on_one_node(
 
 def test_ten_thousand_ranks_are_placed_soon() -> None:
     job = JobSpec(microbatches=512, planned=Shape(8, 160, 8), pp=(4,))
-    first = choose(job, cluster(1282, 8))
+    first = choose(job, cluster(1282, 8, 80))
     assert first.shape.world == 10_240
     after = choose(job, without(settled(first), "n00003", "n00700", "n01000"))
     assert after.shape == Shape(8, 159, 8)

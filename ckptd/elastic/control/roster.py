@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import NodeUp
-from ckptd.elastic.placement import Coordinate, NodeSlot
+from ckptd.elastic.placement import Coordinate, Domains, NodeSlot
 
 MOST_DOUBLED = 6
 
@@ -19,7 +19,7 @@ class Node:
 
     Attributes
     ----------
-    name, life, slots, sessions, host, sick
+    name, life, slots, sessions, host, sick, domains
         As it said; see `ckptd.elastic.messages.NodeUp`. Sessions as when workers last ran on it.
     seen
         When it last reported.
@@ -75,6 +75,7 @@ class Node:
     stuck_at: float | None = None
     idle_since: float | None = None
     sick: tuple[str, ...] = ()
+    domains: Domains = ()
 
     def usable(self, now: float, *, all_up: bool = False) -> bool:
         """Return whether it may run ranks at this moment; see `Roster.slots`."""
@@ -114,7 +115,7 @@ class Roster:
         node = self[said.node]
         other = node.life not in ("", said.life)
         node.life, node.slots, node.host, node.seen = said.life, said.slots, said.host, now
-        node.sick = said.sick
+        node.sick, node.domains = said.sick, said.domains
         if other or not node.up:
             node.came = now
         node.up = node.dismissed != said.life
@@ -176,7 +177,7 @@ class Roster:
         for node in sorted(self, key=lambda n: n.name):
             if node.usable(now, all_up=all_up) and now - node.out_at >= clean_s:
                 out += [
-                    NodeSlot(node.name, number, held.get((node.name, number)))
+                    NodeSlot(node.name, number, held.get((node.name, number)), node.domains)
                     for number in range(node.slots)
                 ]
         return out

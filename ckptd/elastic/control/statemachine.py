@@ -50,6 +50,7 @@ from ckptd.elastic.messages import (
     Tell,
     Tick,
 )
+from ckptd.elastic.placement import together
 from ckptd.elastic.policy import Choice, JobSpec, Shape, choose
 from ckptd.errors import RefusedError
 
@@ -953,7 +954,8 @@ class StateMachine:
             self.nodes[name].running = self.generation
             self.nodes[name].idle_since = None
         self._out += [Append(record=self.record), Start(record=self.record, level=self.level)]
-        self._out += [Tell(text=line) for line in choice.why[:1]]
+        said = (choice.why[0], together(choice.places))
+        self._out += [Tell(text=line) for line in said if line]
         self._become(State.RESHARD, self.reason, now)
 
     def _ordered_out(self) -> tuple[str, ...]:

@@ -13,6 +13,14 @@ NO_ORDER = 1 << 20
 """Rank of a node that no generation has begun on."""
 
 
+def _domains() -> tuple[str, ...]:
+    """Return where this node is in the network; by Slurm's topology where nobody says it."""
+    given = os.environ.get("CKPTD_TOPOLOGY", "").split("/")
+    if given == [""]:
+        given = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:-1]  # the last is the node
+    return tuple(name[:256] for name in given[:8])
+
+
 class NodeState:
     """Fences and generations of one node, whatever starts its workers; used under one lock.
 
@@ -77,6 +85,7 @@ class NodeState:
             host=host,
             sick=sick,
             pid=os.getpid(),
+            domains=_domains(),
         )
 
     def order_begin(self, begin: Begin) -> bool:

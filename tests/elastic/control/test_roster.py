@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.status import Setting, status_of
 from ckptd.elastic.messages import NodeLost, NodeUp, Order, OrderKind, Progress, Tell, Tick
@@ -51,3 +53,15 @@ def test_a_slot_that_is_out_of_use_is_told_once_and_shown() -> None:
     d.hear(NodeUp(node="d", life="2", slots=2))  # its launcher was started anew
     found = status_of(Setting("j", "log", "127.0.0.1:1", "1"), d.machine, RecoveryHistory())
     assert (found.nodes[0].slots, found.nodes[0].sick) == (2, ())
+
+
+def test_a_lost_node_is_replaced_from_its_own_rack() -> None:
+    d = Driver("abcde", gather_s=1.0)
+    for name, rack in {"a": "r1", "b": "r1", "c": "r1", "d": "r2", "e": "r1"}.items():
+        d.hear(msgspec.structs.replace(d.said(name), domains=("block", rack)))
+    d.hear(Progress(generation=1, step=1))
+    assert d.machine.members == {"a", "b", "c"}
+    d.hear(NodeLost(node="a"))
+    said = [a.text for a in d.all_fenced("b", "c") if isinstance(a, Tell)]
+    assert d.machine.members == {"b", "c", "e"}
+    assert said[1] == "the replicas of 1 of 1 pipeline stages are within one domain"
