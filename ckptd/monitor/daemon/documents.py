@@ -687,7 +687,7 @@ class IncidentDocument(Struct, frozen=True, kw_only=True):
             evidence=counts,
             proposal=proposal,
             headline=headline(incident),
-            said=said_of(incident.logs) if evidence else UNSET,
+            said=said_of(fields["logs"]) if evidence else UNSET,
             cost=1.0 if incident.kind in STOPS else numbers.get(SHARE),
             **fields,
         )

@@ -16,9 +16,13 @@ from typing import NamedTuple
 
 KERNEL = "kernel"
 """Source of the kernel's lines."""
+FLIGHT = "flight recorder"
+"""Before each line that a rank's flight recorder shows."""
 _MOST_LINES = 20_000
 _MOST_SHOWN = 40
 _BESIDE = 3
+_LONGEST = 2000
+"""Letters of a line; of a longer one the middle is left out: patterns take their time with it."""
 
 
 class SaidClass(NamedTuple):
@@ -64,16 +68,21 @@ _OF_ALL = frozenset({"calls differ", "not all came", "taken away", "port taken"}
 """Of these a rank tells that it has noticed, and not that it is the cause."""
 
 _PREFIX = re.compile(
-    r"\[?(?:rank|default|local_rank) ?(\d+)\]?: ?|\[(\d+)\]: ?|.{0,32}?\[\d+,(\d+)\]<std...>: ?",
+    r"\[?rank ?(\d{1,7})\]?: ?|\[(\d{1,7})\]: ?|.{0,32}?\[\d{1,9},(\d{1,7})\]<std...>: ?|"
+    r"\[?(?:default|local_rank) ?(?P<local>\d{1,7})\]?: ?",
     re.IGNORECASE,
 )
 _RANK = re.compile(
-    r"\bRank (\d+)\]|local_rank: (\d+)|\brank\s*:\s*(\d+)|Ranks? (\d+) failed to|"
-    r"\[Rank (\d+)\]: Ranks? (?P<named>\d+) failed",
+    r"\bRank (\d{1,7})\]|local_rank: (?P<local>\d{1,7})|\brank\s{0,20}:\s{0,20}(\d{1,7})",
     re.IGNORECASE,
 )
 _TOGETHER = re.compile(r"printed by (ranks [\d, ]+):")
-_PID = re.compile(r"(?:[Kk]illed process |pid=|PID )(\d+)")
+_NAMED = re.compile(
+    r"Ranks? (\d{1,7}) failed to|exitcode: \S{1,20}\) local_rank: (?P<local>\d{1,7})"
+)
+_FRAME = re.compile(r'  File ".{0,500}", line \d{1,9}, in ')
+"""Of a traceback whose head is cut off."""
+_PID = re.compile(r"(?:[Kk]illed process |pid=|PID )(\d{1,9})")
 _CLOCKS = (
     re.compile(
         r"(?:\[|^)[A-Z](?P<month>\d\d?)(?P<day>\d\d) (?P<time>\d\d:\d\d:\d\d)(?P<part>\.\d+)?"
@@ -154,7 +163,8 @@ def said(texts: Mapping[str, str], pids: Mapping[int, int] | None = None) -> Sai
     if not abnormal:
         return None
     # The kernel and a class of its own say more than an error of Python, and that than an end.
-    first = min(causes or abnormal, key=lambda n: (_weight(lines[n], lines), n))
+    alone = len({_of(lines, n).name for n in abnormal}) == 1
+    first = min(causes or abnormal, key=lambda n: (_weight(lines[n], alone=alone), n))
     kind = _of(lines, first)
     if kind.follows:
         ranks = _quiet(texts, lines, abnormal)
@@ -188,6 +198,8 @@ def said_of(logs: Mapping[int, str]) -> str:
         for line in log.splitlines():
             if of := _TOGETHER.fullmatch(line):
                 source = of[1]
+            elif line.startswith(f"{FLIGHT}: "):
+                own[f"{FLIGHT} of rank {rank}"].append(line[len(FLIGHT) + 2 :])
             elif line.startswith(f"{KERNEL}: "):
                 own[KERNEL].append(line[8:])
                 pids |= {pid: rank for pid in [process_of(line)] if pid is not None}
@@ -209,9 +221,9 @@ def _of(lines: list[SaidLine], number: int) -> SaidClass:
     return _ERROR if kind is None else kind
 
 
-def _weight(line: SaidLine, lines: list[SaidLine]) -> int:
+def _weight(line: SaidLine, *, alone: bool) -> int:
     if line.kind is not None and line.kind.name == "killed":
-        return 3 if any(other.kind not in (None, line.kind) for other in lines) else 2
+        return 2 if alone else 3
     if line.source == KERNEL:
         return 0
     return 2 if line.kind is _ERROR else 1
@@ -220,7 +232,7 @@ def _weight(line: SaidLine, lines: list[SaidLine]) -> int:
 def _quiet(texts: Mapping[str, str], lines: list[SaidLine], abnormal: list[int]) -> tuple[int, ...]:
     """Return ranks that complain of nothing, where most of the others do: they are waited for."""
     every = {line.rank for line in lines if line.rank is not None}
-    every |= {int(n) for name in texts if name.startswith("rank") for n in re.findall(r"\d+", name)}
+    every |= {rank for name in texts for rank in _own(name)}
     loud = {lines[n].rank for n in abnormal}
     if any(lines[n].rank is None and lines[n].source.startswith("ranks ") for n in abnormal):
         return ()  # one of several has said it
@@ -228,9 +240,15 @@ def _quiet(texts: Mapping[str, str], lines: list[SaidLine], abnormal: list[int])
     return tuple(quiet) if 2 * len(quiet) < len(every) else ()
 
 
+def _own(source: str) -> list[int]:
+    """Return the ranks that print into a source."""
+    found = re.fullmatch(rf"(?:{FLIGHT} of )?ranks? ([\d, ]+)", source)
+    return [int(number) for number in re.findall(r"\d{1,7}", found[1])] if found else []
+
+
 def _lines(source: str, text: str, pids: Mapping[int, int]) -> Iterator[SaidLine]:
-    found = re.fullmatch(r"rank (\d+)", source)
-    mine = int(found[1]) if found else None
+    own = _own(source)
+    mine = own[0] if len(own) == 1 else None
     at: float | None = None
     begun, waiting = False, list[SaidLine]()
     traced: set[int | None] = set()
@@ -238,19 +256,23 @@ def _lines(source: str, text: str, pids: Mapping[int, int]) -> Iterator[SaidLine
         clock = _clock(raw)
         at = at if clock is None else clock
         rank, shown = mine, raw.rstrip()
+        if len(shown) > _LONGEST:
+            shown = f"{shown[: _LONGEST // 2]} ... {shown[-_LONGEST // 2 :]}"
         while prefix := _PREFIX.match(shown):  # of a launcher, and of PyTorch within
-            rank = int(prefix[prefix.lastindex or 1])
+            rank = _number(prefix, rank, own)
             shown = shown[prefix.end() :]
         kind = None if shown.startswith("ckptd: ") else class_of(shown)  # not our own console
-        if shown.startswith("Traceback (most recent call last)"):
+        if shown.startswith("Traceback (most recent call last)") or _FRAME.match(shown):
             traced.add(rank)
-        elif rank in traced and shown.startswith((" ", "\t")):
             kind = None  # the program's text
+        elif rank in traced and shown.startswith((" ", "\t")):
+            kind = None
         elif rank in traced and shown:
             traced.discard(rank)
             if kind is None and _EXCEPTION.match(shown):
                 kind = _ERROR
-        line = SaidLine(at, source, _rank(shown, rank, kind, pids), shown, kind)
+        rank = rank if kind is None else _rank(shown, rank, own, pids)
+        line = SaidLine(at, source, rank, shown, kind)
         if at is None and not begun:
             waiting.append(line)  # it takes the time of the first line that has one
             continue
@@ -266,18 +288,21 @@ def class_of(text: str) -> SaidClass | None:
     return next((kind for kind in CLASSES if kind.pattern.search(text)), None)
 
 
-def _rank(
-    text: str, rank: int | None, kind: SaidClass | None, pids: Mapping[int, int]
-) -> int | None:
+def _rank(text: str, rank: int | None, own: list[int], pids: Mapping[int, int]) -> int | None:
     """Return the rank that a line is about: one that it names, else the one that says it."""
-    if kind is None:
-        return rank
-    if (named := re.search(r"Ranks? (\d+) failed to|exitcode: \S+\) local_rank: (\d+)", text)) or (
-        rank is None and (named := _RANK.search(text))
-    ):
-        return int(next(group for group in named.groups() if group is not None))
+    if (named := _NAMED.search(text)) or (rank is None and (named := _RANK.search(text))):
+        return _number(named, rank, own)
     process = process_of(text)
     return rank if process is None else pids.get(process, rank)
+
+
+def _number(found: re.Match[str], rank: int | None, own: list[int]) -> int | None:
+    """Return the rank that a pattern has found; `rank` for a number that counts within a node.
+
+    Such a number is the rank's where that is among those that print there, or where none is known.
+    """
+    number = int(found[found.lastindex or 1])
+    return rank if found["local"] is not None and own and number not in own else number
 
 
 def _clock(text: str) -> float | None:

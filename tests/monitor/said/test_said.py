@@ -86,3 +86,54 @@ def test_what_ranks_print_to_one_file_is_said_by_none_of_them() -> None:
     assert ", rank 2; next" in said_of(
         {0: late.replace(both, ""), 1: late.replace(both, ""), 2: ""}
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "who"), [((8, 9, 10), ""), ((0, 1, 2), ", rank 2"), ((9,), ", rank 9")]
+)
+def test_a_number_within_a_node_is_no_rank(ranks: tuple[int, ...], who: str) -> None:
+    line = "E1129 10:20:01.0 1 api.py:9] failed (exitcode: -9) local_rank: 2 (pid: 1)\n"
+    both = together(ranks)
+    assert said_of(dict.fromkeys(ranks, both + line)).startswith(f"killed{who}; next:")
+    prefixed = "[default2]:Killed\n"
+    assert said_of(dict.fromkeys(ranks, both + prefixed)).startswith(f"killed{who}; next:")
+
+
+def test_a_traceback_without_its_head() -> None:
+    text = said_of({1: '  File "t.py", line 9, in run\n    loss: nan = f()\nKeyError: 3\n'})
+    assert text.startswith("program, rank 1; next:")
+
+
+def test_calls_of_a_flight_recorder_are_joined_in() -> None:
+    began = "flight recorder: 2026-11-29 10:20:31.000001 call 7 of group 0, gloo:all_reduce: "
+    late = "2026-11-29 10:30:31,0 step 7\n"
+    logs = dict.fromkeys((0, 1, 3), late + began + "entered, not ended")
+    logs[2] = late + began.replace("call 7", "call 6") + "ended"
+    text = said_of(logs)
+    assert text.startswith("call timed out, rank 2; next:")
+    assert "> 10:20:31 flight recorder of rank 0: 2026-11-29" in text
+
+
+_HOSTILE = (
+    "mlx5_0link",
+    "amdgpu ",
+    "EDAC ",
+    "NVRM: Xid (",
+    "[0]: ",
+    "loss: ",
+    "rank : ",
+    "JOB 1 ",
+    "Killed\n",
+    "kernel: Killed process 7\n",
+    "flight recorder: x\n",
+    "[rank" + "9" * 5000 + "]: x\n",
+    "SIGKILL pid=" + "9" * 5000 + "\n",
+    "SIGKILL Rank " + "9" * 5000 + " failed to\n",
+    "rank" + " " * 3000,
+)
+
+
+@pytest.mark.parametrize("part", _HOSTILE, ids=lambda part: part[:12].strip())
+def test_hostile_lines_take_no_time(part: str) -> None:
+    """What would take hours ends: a test that stood still here would meet its time-out."""
+    said_of({n: part * (1 + (1 << 17) // len(part)) for n in range(2)})
