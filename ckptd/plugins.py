@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DUMPS",
+    "HEALTH",
     "READERS",
     "SIMULATIONS",
     "VERBS",
@@ -23,7 +24,10 @@ __all__ = [
 ]
 
 DUMPS = "ckptd.dumps"
-"""Group of the entry point that diagnoses a folder of dumps of PyTorch's flight recorder."""
+"""Group of the entry points of PyTorch's flight recorder: ``flightrecorder`` diagnoses a folder of
+dumps, ``lines`` tells the last calls of one."""
+HEALTH = "ckptd.health"
+"""Group of the entry points that look at a node's hardware: a `ckptd.monitor.HealthSource` each."""
 READERS = "ckptd.readers"
 """Group of the entry points that read a foreign format: a `ckptd.readers.base.FormatReader`."""
 SIMULATIONS = "ckptd.simulations"

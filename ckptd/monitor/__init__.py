@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from ckptd.parts import front
 
 if TYPE_CHECKING:
+    from ckptd.monitor.agent.health import HealthSource
     from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView, join
+    from ckptd.monitor.report import Sign
     from ckptd.monitor.ring import text_hash
     from ckptd.monitor.rules.diagnose import diagnose
     from ckptd.monitor.rules.limits import HangLimits
@@ -24,8 +26,10 @@ __all__ = [
     "GROUP",
     "CallFlag",
     "HangLimits",
+    "HealthSource",
     "Phase",
     "RankView",
+    "Sign",
     "Suspect",
     "SuspectKind",
     "Verdict",
@@ -42,7 +46,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "monitor.agent.health": ("HealthSource",),
     "monitor.job": ("CALL", "GROUP", "CallFlag", "Phase", "RankView", "join"),
+    "monitor.report": ("Sign",),
     "monitor.ring": ("text_hash",),
     "monitor.rules.diagnose": ("diagnose",),
     "monitor.rules.limits": ("HangLimits",),

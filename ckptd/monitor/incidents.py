@@ -16,7 +16,8 @@ import numpy as np
 
 from ckptd.errors import NotFoundError
 from ckptd.monitor.job import CallFlag, JobView
-from ckptd.monitor.report import EvidenceReport, GroupInfo, ProbeResult, Stack
+from ckptd.monitor.report import EvidenceReport, GroupInfo, ProbeResult, Sign, Stack
+from ckptd.monitor.rules.signs import with_signs
 from ckptd.monitor.rules.slow import FIRST_SLOW
 from ckptd.monitor.settings import IsolationBudget, WatchSettings
 from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
@@ -339,6 +340,7 @@ _ISOLATES = frozenset(
 _STOPPED = frozenset({VerdictKind.CRASH, *CALLS, *STANDING})
 """Kinds for which stacks and exit reports of ranks are evidence."""
 _AGES = ("since last arrival s", "idle s", "age s", FIRST_SLOW)
+_LATE_S = 5.0
 MOST_WORDS = 64
 """Most consequences that are stored with one incident."""
 PROBES = 4096
@@ -361,6 +363,8 @@ class RoundFacts:
         Node of each rank.
     early
         Whether the watch has only just begun: it reports nothing that needs time.
+    signs
+        What each node's hardware and kernel show.
     """
 
     now: float
@@ -370,6 +374,7 @@ class RoundFacts:
     nodes: int = 1
     node_of: Mapping[int, str] = field(default_factory=dict)
     early: bool = False
+    signs: Mapping[str, Sequence[Sign]] = field(default_factory=dict)
 
 
 @dataclass
@@ -440,7 +445,8 @@ class IncidentTracker:
         updated: dict[str, Incident] = {}
         maybe = []
         self._take_up(moment)
-        for verdict in verdicts:
+        for seen in verdicts:
+            verdict = with_signs(seen, moment.signs, moment.node_of)
             case = self._known(verdict, moment)
             if case is not None:
                 self._seen(case, verdict, moment, updated)
@@ -556,6 +562,8 @@ class IncidentTracker:
         if verdict.kind is VerdictKind.CRASH and not _better(case, verdict, moment):
             words = _ends(known, verdict)
             verdict = known.verdict
+            if moment.now - case.begun < _LATE_S:  # a source may be slower than the end of a rank
+                verdict = with_signs(verdict, moment.signs, moment.node_of)
             fields["consequences"] = _more(known.consequences, words)
         if verdict.kind is VerdictKind.CANNOT_SAY:
             verdict = known.verdict  # what was known is not less so

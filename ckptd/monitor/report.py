@@ -167,6 +167,33 @@ _Lines = Annotated[str, msgspec.Meta(max_length=1 << 18)]
 _Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=_MOST_RANKS)]
 
 
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a node's hardware or kernel shows; never a verdict by itself.
+
+    Attributes
+    ----------
+    what
+        In a few words, the same as on other nodes: ``link down``.
+    text
+        The line that people read.
+    kinds
+        Classes of verdicts that it speaks for.
+    weight
+        Share of the doubt in such a verdict that it takes away.
+    source
+        Name of the source; filled in by the agent.
+    age_s
+        Seconds since it was last seen; filled in by the agent.
+    """
+
+    what: _Word
+    text: _Text
+    kinds: Annotated[tuple[_Word, ...], msgspec.Meta(max_length=16)]
+    weight: Annotated[float, msgspec.Meta(ge=0.0, le=0.9)] = 0.5
+    source: _Word = ""
+    age_s: _Seconds = 0.0
+
+
 class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     """How the agent of one node is.
 
@@ -186,6 +213,8 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
         Seconds that recording has cost its ranks: calls times what one costs, as measured there.
     age_s
         Seconds since its last report; set by forwarders, 0 from the agent itself.
+    signs
+        What its hardware and kernel showed lately.
     """
 
     address: _Word = ""
@@ -195,6 +224,7 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     bad_rings: _Count = 0
     recorder_s: Annotated[float, msgspec.Meta(ge=0.0, lt=float(_COUNT))] = 0.0
     age_s: _Seconds = 0.0
+    signs: Annotated[tuple[Sign, ...], msgspec.Meta(max_length=64)] = ()
 
 
 _SHOWN_RANKS = 8

@@ -37,6 +37,7 @@ from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.endings import Endings, Stopped
 from ckptd.monitor.rules.limits import CallLoops, Learned, learn, learn_cut_short
 from ckptd.monitor.rules.notfinite import FirstBad
+from ckptd.monitor.rules.signs import recent_signs
 from ckptd.monitor.rules.slow import RankRoles, StepPace
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import AgentHealth, ReportSources, old
@@ -260,6 +261,7 @@ class JobWatch:
             step=int(job.ranks["step"].max()) if len(job.ranks) else -1,
             nodes=max(len(job.nodes), 1),
             node_of=self._node_of(job),
+            signs={a.node: recent_signs(a.state.signs, a.age_s) for a in self._agents},
             early=now - began < self.settings.settle_s,
         )
 

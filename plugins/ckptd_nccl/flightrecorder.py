@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +24,17 @@ import numpy as np
 import xxhash
 
 from ckptd.decoding import converter, json_decoder
-from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, one_line
 from ckptd.monitor import CALL, GROUP, CallFlag, HangLimits, Phase, RankView, text_hash
 from ckptd_nccl.plainpickle import loads
 
-__all__ = ["STUCK", "FlightRecords", "read", "read_folder"]
+__all__ = ["STUCK", "FlightRecords", "lines", "read", "read_folder"]
 
 FILE_BYTES = 64 << 20
 """Largest dump that is read; 2,000 calls with their stacks take a few MiB."""
 FILES = 1 << 16
 """Most files of a folder."""
+_SHOWN, _WORD = 8, 60
 RANKS = 1 << 20
 """Most ranks that a job may have: what a dump claims is not allocated beyond."""
 
@@ -174,8 +177,12 @@ def read(path: Path) -> tuple[_Dump, float]:
         It is too large, or no dump.
     """
     try:
-        with path.open("rb") as file:
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             written = os.fstat(file.fileno())
+            if not stat.S_ISREG(written.st_mode):
+                raise _bad(path, "no file")
             data = file.read(min(written.st_size, FILE_BYTES) + 1)
     except OSError as error:
         raise _bad(path, str(error.strerror)) from error
@@ -187,6 +194,28 @@ def read(path: Path) -> tuple[_Dump, float]:
         return _dumps.decode(data), written.st_mtime
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _bad(path, str(error)[:200]) from error
+
+
+def lines(path: Path) -> list[str]:
+    """Return the last calls of a dump in the order of time, those first that have not ended.
+
+    Raises
+    ------
+    CorruptError
+        As of `read`.
+    """
+    calls = read(path)[0].entries
+    waiting = [e for e in calls if not e.ended][:_SHOWN]
+    ended = [e for e in calls if e.ended][-_SHOWN:]
+    return [_line(e) for e in sorted([*waiting, *ended], key=lambda e: e.time_created_ns)]
+
+
+def _line(entry: _Entry) -> str:
+    seconds, part = divmod(entry.time_created_ns, 10**9)
+    at = time.strftime("%Y-%m-%d %T", time.localtime(seconds))
+    name, group = one_line(entry.profiling_name)[:_WORD], one_line(entry.process_group[0])[:_WORD]
+    end = "ended" if entry.ended else "entered, not ended"
+    return f"{at}.{part // 1000:06d} call {entry.collective_seq_id} of group {group}, {name}: {end}"
 
 
 def _bad(path: Path, found: str) -> CorruptError:

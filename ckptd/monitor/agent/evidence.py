@@ -24,9 +24,13 @@ from typing import TypeVar
 
 import msgspec
 
+from ckptd.errors import CkptdError
+from ckptd.monitor.agent.health import KMSG, kernel_log
 from ckptd.monitor.agent.probes import measure
+from ckptd.monitor.agent.processes import environment
 from ckptd.monitor.report import LinkProbe, ProbeResult, Stack
-from ckptd.monitor.rules.said import KERNEL, class_of, process_of, together
+from ckptd.monitor.rules.said import FLIGHT, KERNEL, class_of, process_of, together
+from ckptd.plugins import DUMPS, entries, load_plugin
 
 # --- stacks of processes --------------------------------------------------------------------------
 
@@ -212,28 +216,55 @@ def kernel_lines(ranks: Mapping[int, int]) -> list[tuple[int | None, str]]:
     ranks
         Ranks by process. What concerns other processes of this machine is left out.
     """
+    found = deque[tuple[int | None, str]](maxlen=_MOST_KERNEL)
     try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return []
-    found = deque[tuple[int | None, str]](maxlen=_MOST_KERNEL)
-    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     try:
-        while True:
-            with suppress(BrokenPipeError):  # lines were overwritten: go on behind them
-                head, _, text = os.read(fd, 8192).decode(errors="replace").partition(";")
-                at = booted + int(head.split(",")[2]) / 1e6
-                kind, text = class_of(text), text.partition("\n")[0]
-                if kind is None or time.time() - at > _KERNEL_S:
-                    continue
-                process = process_of(text)
-                if process in ranks or (process is None and kind.name != "host memory"):
-                    clock = time.strftime("%Y-%m-%d %T", time.localtime(at))
-                    found.append((ranks.get(process or 0), f"{KERNEL}: {clock} {text}"))
-    except (OSError, ValueError, IndexError):  # the end, mostly
-        return list(found)
+        for at, text in kernel_log(fd):
+            kind = class_of(text) if time.time() - at < _KERNEL_S else None
+            if kind is None:
+                continue
+            process = process_of(text)
+            if process in ranks or (process is None and kind.name != "host memory"):
+                clock = time.strftime("%Y-%m-%d %T", time.localtime(at))
+                found.append((ranks.get(process or 0), f"{KERNEL}: {clock} {text}"))
     finally:
         os.close(fd)
+    return list(found)
+
+
+_DUMPED_S = 120.0
+_MOST_DUMP = 8 << 20
+_DUMP_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def dump_file(pid: int, rank: int) -> str:
+    """Return where PyTorch puts a rank's dump of its flight recorder, by its environment."""
+    environ = environment(pid)
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    usual = f"{cache}/torch/comm_lib_trace_rank_"
+    return next((environ[name] for name in _DUMP_NAMES if environ.get(name)), usual) + str(rank)
+
+
+def dump_lines(name: str) -> list[str]:
+    """Return the last calls of a dump of the last two minutes as lines; none without a dump."""
+    try:
+        info = os.stat(name)
+    except (OSError, ValueError):
+        return []
+    old = time.time() - info.st_mtime > _DUMPED_S
+    if old or not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_DUMP:
+        return []
+    try:
+        for entry in entries(DUMPS):
+            if entry.name == "lines":
+                found = load_plugin(entry, "it reads dumps of the flight recorder")(Path(name))
+                return [f"{FLIGHT}: {line}" for line in found]
+    except (CkptdError, OSError, ValueError) as error:
+        _log.warning("%s", error)
+    return []
 
 
 # --- evidence -------------------------------------------------------------------------------------
@@ -265,8 +296,8 @@ class EvidenceTaker:
         self._secret = secret
         self._report = report
         self._kept: dict[int, tuple[int, Stack]] = {}
-        self._files: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """Process of each rank, and where it prints to."""
+        self._files: dict[int, tuple[int, tuple[str, ...], str]] = {}
+        """Process of each rank, where it prints to, and where its flight recorder dumps."""
         self._asked: dict[tuple[int, bool], float] = {}
         self._lock = threading.Lock()
         self._work: dict[str, _Work] = {}
@@ -318,7 +349,8 @@ class EvidenceTaker:
         """Drop what was kept of a rank, and keep where its next process prints to."""
         with self._lock:
             self._kept.pop(rank, None)
-            self._files[rank] = (pid or 0, () if pid is None else output_files(pid))
+            files = () if pid is None else output_files(pid)
+            self._files[rank] = (pid or 0, files, dump_file(pid or 0, rank))
 
     # --- in the threads -------------------------------------------------------------------------
 
@@ -334,11 +366,13 @@ class EvidenceTaker:
         found = {rank: self._joined(rank, pid, fresh.get(rank)) for rank, pid in pids.items()}
         with self._lock:
             files = dict(self._files)
-        names = {rank: where for rank, (_, where) in files.items()}
+        names = {rank: where for rank, (_, where, _) in files.items()}
         printing = _printing(names)
         logs = {r: last_output(pid, names.get(r, ()), printing) for r, pid in pids.items()}
+        for r in pids.keys() & files.keys():
+            logs[r] = "\n".join([logs[r], *dump_lines(files[r][2])]).strip("\n")
         logs = {rank: log for rank, log in logs.items() if log}
-        for rank, line in kernel_lines({pid: rank for rank, (pid, _) in files.items()}):
+        for rank, line in kernel_lines({pid: rank for rank, (pid, *_) in files.items()}):
             mine = min(pids) if rank is None else rank
             logs[mine] = f"{logs.get(mine, '')}\n{line}".lstrip()
         found = {rank: stack for rank, stack in found.items() if stack.how or rank not in logs}

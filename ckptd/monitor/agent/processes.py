@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import select
+from collections.abc import Mapping
 from contextlib import suppress
 from struct import Struct
 from typing import Self
@@ -17,6 +18,7 @@ _INFO = Struct("<QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
 _STAT_BYTES = 2048
+_ENVIRON_BYTES = 1 << 20
 _MOST_THREADS = 512
 _SWITCHES = re.compile(rb"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 _STATE, _PARENT, _FLAGS, _BIRTH, _EXIT_CODE = 0, 1, 6, 19, 49
@@ -176,6 +178,14 @@ class Process:
             return None
         mask, *_, status = _INFO.unpack(raw)
         return exit_code_of(status) if mask & _INFO_EXIT else None
+
+
+def environment(pid: int) -> Mapping[str, str]:
+    """Return the environment with which a process was started; empty if that is not ours to see."""
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        words = file.read(_ENVIRON_BYTES).decode(errors="replace").split("\0")
+        return {name: value for name, _, value in (word.partition("=") for word in words)}
+    return {}
 
 
 def sleeps(pid: int) -> bool:

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import CkptdError
-from ckptd.monitor.agent.processes import Process
+from ckptd.monitor.agent.health import Health
+from ckptd.monitor.agent.processes import Process, environment
 from ckptd.monitor.agent.rings import Ring, Rings
 from ckptd.monitor.agent.totals import RingTotals
 from ckptd.monitor.job import Phase, RankView
@@ -37,7 +37,6 @@ from ckptd.monitor.stats import Array
 RINGS_VARIABLE = "CKPTD_RINGS"
 _WAITS_S = 1.0
 _AGAIN_S = 2.0
-_MOST_BYTES = 1 << 20
 _MOST_WORLD = 1 << 24
 
 
@@ -100,7 +99,7 @@ class Unborn:
         before, self._found = self._found, {}
         oldest: dict[int, tuple[int, int]] = {}
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            environ = _environment(pid)
+            environ = environment(pid)
             if os.path.realpath(environ.get(RINGS_VARIABLE, "/")) != self._folder:
                 continue
             rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -130,14 +129,6 @@ def _state(pid: int, birth: int) -> str:
         return process.state() if process.runs() else ""
     finally:
         process.close()
-
-
-def _environment(pid: int) -> Mapping[str, str]:
-    """Return the environment with which a process was started; empty if that is not ours to see."""
-    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        words = file.read(_MOST_BYTES).decode(errors="replace").split("\0")
-        return {name: value for name, _, value in (word.partition("=") for word in words)}
-    return {}
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -176,15 +167,26 @@ class ReportMaker:
         What the ranks' calls and samples add up to.
     address
         Where link probes are answered; empty if they are not.
+    health
+        What the node's hardware shows.
     """
 
-    def __init__(self, job: str, node: str, rings: Rings, totals: RingTotals, address: str) -> None:
+    def __init__(
+        self,
+        job: str,
+        node: str,
+        rings: Rings,
+        totals: RingTotals,
+        address: str,
+        health: Health | None = None,
+    ) -> None:
         self.job = job
         self.node = node
         self.source = secrets.token_hex(8)
         self._rings = rings
         self._totals = totals
         self._address = address
+        self._health = health
         self._unborn = Unborn(rings.folder, node)
         self._number = 0
         self._again = False
@@ -297,6 +299,7 @@ class ReportMaker:
             rings=len(self._rings.ranks),
             bad_rings=self._rings.bad,
             recorder_s=self._totals.recorder_s,
+            signs=self._health.signs() if self._health else (),
         )
 
     def _has_news(self, ring: Ring) -> bool:

@@ -18,6 +18,7 @@ from itertools import count
 
 from ckptd.errors import CkptdError
 from ckptd.monitor.agent.evidence import EvidenceTaker
+from ckptd.monitor.agent.health import Health
 from ckptd.monitor.agent.processes import sleeps
 from ckptd.monitor.agent.report import ReportMaker
 from ckptd.monitor.agent.rings import Ring, Rings
@@ -79,7 +80,8 @@ class Watcher:
         self._uplink = uplink
         self._limits = limits or HangLimits()
         self._totals = RingTotals()
-        self._maker = ReportMaker(job, node, rings, self._totals, address)
+        self._health = Health()
+        self._maker = ReportMaker(job, node, rings, self._totals, address, self._health)
         self._evidence = EvidenceTaker(secret, self._report)
         self._reports = count(1)
         self._reporting = threading.Lock()
@@ -100,11 +102,13 @@ class Watcher:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._health.start()
         self._thread.start()
 
     def close(self) -> None:
         """Look and report once more, and end."""
         self._ending.set()
+        self._health.close()
         os.eventfd_write(self._wake, 1)
         if self._thread.is_alive():
             self._thread.join(_END_S)
@@ -122,6 +126,7 @@ class Watcher:
         while not self._ending.is_set():
             self._safely()
             lives = any(ring.alive for ring in self._rings.ranks.values())
+            self._health.awake = lives
             pause_s = POLL_S if lives else _IDLE_POLL_S
             self._ended = {fd for fd, _ in self._poll.poll(pause_s * 1000)}
         self._urgent = True

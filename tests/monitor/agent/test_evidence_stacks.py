@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,28 @@ def test_ranks_that_print_to_one_file_are_named_before_it(tmp_path: Path) -> Non
         taker.close()
     together = "printed by ranks 0, 1:\nKeyError: 1KeyError: 1"
     assert logs == {0: together, 1: together, 2: "KeyError: 1"}
+
+
+def test_the_dump_of_a_rank_that_has_ended_is_among_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path(__file__).parents[2] / "plugins" / "nccl" / "flight" / "pickled" / "rank0_"
+    entry = EntryPoint("lines", "ckptd_nccl.flightrecorder:lines", "ckptd.dumps")
+    monkeypatch.setattr(evidence, "entries", lambda group: [entry])
+    env = os.environ | {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "trace")}
+    came: queue.Queue[dict[int, str]] = queue.Queue()
+    taker = EvidenceTaker(b"", lambda stacks, logs, probes: came.put(logs))
+    with subprocess.Popen([sys.executable, "-c", STUCK], env=env, stdout=subprocess.PIPE) as one:
+        assert one.stdout is not None
+        one.stdout.readline()
+        taker.follow(3, one.pid)
+        one.kill()
+    shutil.copyfile(real, tmp_path / "trace3")
+    taker.wanted({3: None})
+    lines = came.get(timeout=60)[3].splitlines()
+    assert [line.startswith("flight recorder: 2") for line in lines] == [True] * len(lines)
+    assert lines[-1].endswith("entered, not ended")
+    os.utime(tmp_path / "trace3", (1e9, 1e9))
+    assert evidence.dump_lines(str(tmp_path / "trace3")) == [], "it is of an earlier failure"
+    assert evidence.dump_lines(str(tmp_path)) == evidence.dump_lines("\0") == []
+    taker.close()

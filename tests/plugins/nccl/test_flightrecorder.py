@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import shutil
@@ -15,8 +16,9 @@ import pytest
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.monitor.job import join
 from ckptd.monitor.rules.diagnose import diagnose
+from ckptd.monitor.rules.said import said_of
 from ckptd.monitor.verdict import Verdict
-from ckptd_nccl.flightrecorder import FILE_BYTES, STUCK, read, read_folder
+from ckptd_nccl.flightrecorder import FILE_BYTES, STUCK, lines, read, read_folder
 from tests.monitor import jobs
 
 REAL = Path(__file__).parent / "flight"
@@ -224,3 +226,20 @@ def test_one_entry_that_is_referred_to_again_and_again(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert list(found.unread) == ["trace_0"]
+
+
+def test_the_last_calls_of_a_dump_are_lines_of_an_incident(tmp_path: Path) -> None:
+    logs = {}
+    for rank in range(4):
+        shutil.copy(REAL / "pickled" / f"rank{rank}_", tmp_path / f"trace{rank}")
+        logs[rank] = "\n".join(
+            f"flight recorder: {line}" for line in lines(tmp_path / f"trace{rank}")
+        )
+    assert said_of(logs).startswith("call timed out, rank 2; next:")
+    assert logs[0].splitlines()[-1].endswith("entered, not ended")
+
+
+def test_a_pipe_in_place_of_a_dump_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace0")
+    with pytest.raises(CorruptError):
+        lines(tmp_path / "trace0")
