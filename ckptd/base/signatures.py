@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from ckptd.base.net.signing import derived_key
 from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError, NotFoundError, RefusedError, UsageError
 
@@ -218,6 +220,17 @@ def _check_kind(key: Any, where: str) -> None:
             wanted="Ed25519, or the curve P-256, P-384 or P-521",
             found=curve or type(key).__name__,
         )
+
+
+def voucher(key: PrivateKey, about: str) -> Callable[[str, bytes], bytes]:
+    """Return what makes 32 bytes by which processes that have one private key believe each other.
+
+    They are a MAC of a name and bytes. Of anything but `about` they say nothing.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    raw = key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
+    return lambda name, data: hmac.digest(derived_key(raw, "voucher", about, name), data, "sha256")
 
 
 def key_id(key: PublicKey) -> str:

@@ -8,6 +8,7 @@ are an object of the same folder, listed as well: so a part is compared without 
 
 from __future__ import annotations
 
+import hmac
 import re
 import threading
 from collections import OrderedDict
@@ -45,6 +46,8 @@ from ckptd.types import ByteRange
 WINDOW_BYTES = 1 << 20
 DIGEST_BYTES = 32
 MARKER = "ckptd.json"
+_SHARED = "/parts/"
+_MAC_BYTES = 32
 _MOST_RECORD_BYTES = 1 << 20
 _KEPT = 16
 """Windows that are kept once they are compared: small tensors lie many in one."""
@@ -103,14 +106,22 @@ class FileHash:
 class HashedStore(Wrapper):
     """Hashes whatever is written through it, in a thread beside the writing.
 
+    What processes tell each other through the store, below ``parts/`` of a folder, has a MAC behind
+    it: what is signed follows from that.
+
+    Parameters
+    ----------
+    vouch
+        See `ckptd.base.signatures.voucher`.
+
     Attributes
     ----------
     hashes
         BLAKE3 in hexadecimal digits, by key. Windows are written as well, and are in it.
     """
 
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
+    def __init__(self, inner: Store, vouch: Callable[[str, bytes], bytes]) -> None:
+        self.inner, self._vouch = inner, vouch
         self.url, self.options, self.capabilities = inner.url, inner.options, inner.capabilities
         self.hashes: dict[str, str] = {}
 
@@ -118,9 +129,31 @@ class HashedStore(Wrapper):
         """Return the store inside."""
         return self.inner.describe()
 
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Return an object; `RefusedError` where no process with the key has told it."""
+        if _SHARED not in key:
+            return self.inner.get(key, byte_range)
+        raw = self.inner.get(key)
+        data, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._vouch(key, data)):
+            raise RefusedError(
+                "a part of a signed save is not from a process that has the key",
+                kind="bad-mac",
+                where=key,
+                hint="give all nodes one key, and look which other processes write to the root",
+            )
+        return data if byte_range is None else data[byte_range.start : byte_range.end]
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` of the object."""
+        (Store if _SHARED in key else Wrapper).read_into(self, key, offset, buffer)
+
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object."""
-        self.hashes[key] = need_blake3()(data).hexdigest()
+        if _SHARED in key:
+            data += self._vouch(key, data)
+        else:
+            self.hashes[key] = need_blake3()(data).hexdigest()
         self.inner.put(key, data, create_only=create_only)
 
     def put_together(self, objects: Mapping[str, bytes]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.base.signatures import need_blake3, signature_key, signed
+from ckptd.base.signatures import need_blake3, signature_key, signed, voucher
 from ckptd.checkpoint.format.manifest import Manifest
 from ckptd.checkpoint.format.names import ROOT_MARKER, WITNESS, commit_key, digests_key
 from ckptd.checkpoint.format.records import Commit, RootMarker, decode_record
@@ -33,14 +33,19 @@ def signed_keys(commit: Commit, manifest: Manifest) -> set[str]:
 class CommitSigner(HashedStore):
     """Hashes what a commit writes, and signs it.
 
+    Parameters
+    ----------
+    about
+        See `ckptd.base.signatures.voucher`.
+
     Attributes
     ----------
     hashes
         Has those that ranks report as well.
     """
 
-    def __init__(self, inner: Store, key: PrivateKey) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Store, key: PrivateKey, about: str) -> None:
+        super().__init__(inner, voucher(key, about))
         self._key = key
 
     def sign(self, commit: Commit, record: bytes, manifest: Manifest) -> str:

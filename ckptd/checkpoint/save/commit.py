@@ -532,31 +532,38 @@ def commit_attempt(
         with events.span("gather"):
             try:
                 stop = _or_settled(catalogue, save, stop)
-                store, ranks = catalogue.store, range(plan.world)
+                signer, ranks = signer_of(catalogue.store, save), range(plan.world)
+                store = signer or catalogue.store
                 parts = parts or gather_parts(store, save.folder, ranks, stop, timeout_s)
             except _SettledError as other:
                 return other.commit
         if gathered is not None:
             gathered(parts)
         with events.span("commit"), leased(catalogue, parts):
-            signer = _signer(store, save, parts)
-            manifest = finish_attempt(store, signer or store, plan, save, parts)
+            if signer is not None:
+                for part in parts:
+                    signer.hashes |= part.hashes
+            manifest = finish_attempt(store, store, plan, save, parts)
             root, claim = save.root_id, save.claim_id
             return publish_manifest(
                 catalogue, manifest, root=root, claim=claim, beside=beside, signer=signer
             )
 
 
-def _signer(store: Store, save: SaveRequest, parts: Sequence[RankPart]) -> CommitSigner | None:
+def signer_of(store: Store, save: SaveRequest) -> CommitSigner | None:
+    """Return what a signed save reads, writes and signs through; None: it is not signed.
+
+    Raises
+    ------
+    UsageError
+        As of `ckptd.base.signatures.read_private`; `NotFoundError` where the key is gone.
+    """
     if not save.sign:
         return None
     from ckptd.base.signatures import read_private
     from ckptd.checkpoint.root.signing import CommitSigner
 
-    signer = CommitSigner(store, read_private(save.sign))
-    for part in parts:
-        signer.hashes |= part.hashes
-    return signer
+    return CommitSigner(store, read_private(save.sign), save.root_id)
 
 
 def finish_attempt(

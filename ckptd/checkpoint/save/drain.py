@@ -33,7 +33,7 @@ from ckptd.checkpoint.format.names import (
 )
 from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
-from ckptd.checkpoint.save.commit import blob_key, plan_key, reported_key
+from ckptd.checkpoint.save.commit import blob_key, plan_key, reported_key, signer_of
 from ckptd.checkpoint.save.dedup import (
     SLICE_BYTES,
     ChunkDedup,
@@ -255,13 +255,10 @@ def drain(
         if upto == total:
             whole()
 
-    hashed = None
-    if save.sign:
-        from ckptd.store.signed import HashedStore
-
-        store = hashed = HashedStore(store)
     with saving(store, save.name, save.attempt, rank_plan.rank):
         try:
+            signer = signer_of(store, save)
+            store = signer or store
             if len(data) < total:
                 raise SaveError("the state is larger than its slot", wanted=total)
             search = None
@@ -273,8 +270,8 @@ def drain(
             _put_blobs(store, save, seal.blobs, leaders=False)
             seeks = unchanged is not None and unchanged.seeks(rank_plan)
             part = share_part(rank_plan, save, data, wrote, seal, seeks=seeks, small=small)
-            if hashed is not None:
-                part = msgspec.structs.replace(part, hashes=hashed.hashes)
+            if signer is not None:
+                part = msgspec.structs.replace(part, hashes=signer.hashes)
         except CkptdError as error:
             _give_up(store, rank_plan.rank, save, error)
             raise

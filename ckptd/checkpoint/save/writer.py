@@ -28,7 +28,13 @@ from ckptd.checkpoint.format.names import commit_key, file_key, part_key
 from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
 from ckptd.checkpoint.root.index import root_tier, saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
-from ckptd.checkpoint.save.commit import commit_attempt, join_parts, joined_key, reported_key
+from ckptd.checkpoint.save.commit import (
+    commit_attempt,
+    join_parts,
+    joined_key,
+    reported_key,
+    signer_of,
+)
 from ckptd.checkpoint.save.dedup import ChunkDedup
 from ckptd.checkpoint.save.drain import StagedShard, as_document, drain, stage_shard
 from ckptd.checkpoint.save.messages import (
@@ -398,7 +404,8 @@ class SaveWriter:
 
         try:
             with events.about(tier=self._tier):
-                join_parts(self._store, folder, rank, world, stop_or_settled, save.timeout_s)
+                store = signer_of(self._store, save) or self._store
+                join_parts(store, folder, rank, world, stop_or_settled, save.timeout_s)
         except Exception as error:  # noqa: BLE001 - as above
             _log.debug("the parts of step %d are not joined: %s", save.step, error)
 
@@ -411,9 +418,10 @@ class SaveWriter:
         if not save.again:
             return False
         folder, rank = save.folder, self._hello.rank
+        store = signer_of(self._store, save) or self._store
         for key in (part_key(folder, rank), reported_key(folder, rank)):
             with suppress(NotFoundError):
-                part = RankPart.decode(self._store.get(key), key)
+                part = RankPart.decode(store.get(key), key)
                 if part.error is not None:
                     raise CkptdError.from_dict(part.error)
                 return True

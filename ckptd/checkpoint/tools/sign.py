@@ -37,7 +37,7 @@ def sign(
     keys = signed_keys(commit, reader.manifest) - {ROOT_MARKER, record}
     # The hashes of windows are made here, whatever lies there.
     keys = {k for k in keys if not k.endswith(".blake3")}
-    signer = CommitSigner(store, key)
+    signer = CommitSigner(store, key, "")
     total, done = sum(store.stat(k).size for k in keys), [0]
 
     def count(more: int) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import ckptd.checkpoint.save.drain as filewriter
+from ckptd.base.signatures import read_public
 from ckptd.checkpoint.format.names import CommitName, commit_key
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.store.base import FaultAction, FaultRule, FaultSpec
+from ckptd.store.base import FaultAction, FaultRule, FaultSpec, TrustSpec, wrap
 from tests.checkpoint.crash.judge import assert_exact, assert_only_legal, assert_previous, clean
 from tests.checkpoint.crash.life import SLICE_BYTES, End, Life, live
 from tests.checkpoint.crash.places import Place, S3Place
@@ -80,6 +81,8 @@ class Campaign:
         The worker dies alone: its trainer goes on.
     after
         Die after each change as well as before the next step, though the store is the same.
+    keys
+        Paths of a private key that signs, and of the public one: nothing else is looked at then.
     """
 
     place: Place
@@ -90,6 +93,7 @@ class Campaign:
     inner: bool = False
     elsewhere: bool = False
     after: bool = True
+    keys: tuple[str, str] | None = None
     tally: Tally = field(default_factory=Tally)
 
     def run(self, only: slice = slice(None)) -> Tally:
@@ -140,6 +144,7 @@ class Campaign:
                     elsewhere=self.elsewhere and faults is not None,
                     large=self.place.large,
                     board=board if self.world > 1 else None,
+                    sign=self.keys[0] if self.keys else "",
                 )
                 for rank in range(self.world)
             ]
@@ -222,13 +227,15 @@ class Campaign:
 
     def _check_root(self, newest: CommitName, previous: CommitName) -> None:
         store = self.place.seen()
+        if self.keys:
+            store = wrap(store, TrustSpec(read_public(self.keys[1])))
         assert Catalogue(store).latest() == newest
         assert_exact(store, newest, self.world, self.place.large)
         assert_previous(store, previous, newest, self.world, self.place.large, self.keep is None)
 
     def _clean(self) -> None:
         self.tally.removed += clean(self.place.store)
-        assert_only_legal(self.place.store, self.place.raw())
+        assert_only_legal(self.place.store, self.place.raw(), self.keys and self.keys[1])
 
     def _retry(self, committed: bool) -> None:
         """The same life saves the same step again, with everything lying about."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
+from ckptd.base.signatures import load_public, signature_key
 from ckptd.checkpoint.format.names import (
     LEASES,
     ROOT_MARKER,
@@ -17,6 +19,7 @@ from ckptd.checkpoint.format.witness import DATA
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import plan_gc, run_gc
 from ckptd.checkpoint.root.policy import Keep
+from ckptd.checkpoint.root.signing import signed_keys
 from ckptd.checkpoint.tools.verify import verify
 from ckptd.store.base import Store
 from tests.checkpoint.crash.life import expected_file
@@ -62,8 +65,11 @@ def clean(store: Store, keep: int | None = None) -> int:
     return len(report.deleted) + len(report.swept)
 
 
-def legal_keys(store: Store) -> set[str]:
-    """Every object that a root with these commits and generations has, and no other."""
+def legal_keys(store: Store, public: str | None = None) -> set[str]:
+    """Every object that a root with these commits and generations has, and no other.
+
+    With the path of a key each commit has a signature of it, and what that needs.
+    """
     catalogue = Catalogue(store)
     keys = {ROOT_MARKER} | {generation_key(g) for g in catalogue.generations()}
     for name in catalogue.commits():
@@ -75,9 +81,14 @@ def legal_keys(store: Store) -> set[str]:
         for file in manifest.files:
             if file.data_start:
                 keys |= {file.path} if file.digests else {file.path, digests_key(file.path)}
+        if public:
+            key = load_public(Path(public).read_bytes())
+            keys |= signed_keys(commit, manifest)
+            keys.add(signature_key(commit.folder, commit.write_id, key))
     return keys
 
 
-def assert_only_legal(store: Store, raw: Iterable[str]) -> None:
+def assert_only_legal(store: Store, raw: Iterable[str], public: str | None = None) -> None:
     """`raw` is every name in the place, temporary files and unfinished uploads included."""
-    assert sorted(raw) == sorted(legal_keys(store)), sorted(set(raw) ^ set(legal_keys(store)))
+    legal = legal_keys(store, public)
+    assert sorted(raw) == sorted(legal), sorted(set(raw) ^ legal)

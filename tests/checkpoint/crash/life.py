@@ -46,6 +46,8 @@ class Life(msgspec.Struct, frozen=True):
     first
         Make the root where there is none and claim a generation, on the faulty store too;
         `generation` does not count.
+    sign
+        See `SaveRequest`.
     """
 
     spec: StoreSpec
@@ -60,6 +62,7 @@ class Life(msgspec.Struct, frozen=True):
     large: bool = False
     board: str | None = None
     first: bool = False
+    sign: str = ""
     timeout_s: float = DEADLINE_S
 
 
@@ -135,6 +138,7 @@ def save_on(client: WriterClient, life: Life) -> SaveTracker:
         metadata={"loss": float(life.step)} if life.rank == 0 else {},
         keep=None if life.keep is None else Keep(life.keep),
         timeout_s=life.timeout_s,
+        sign=life.sign,
     )
     handle = SaveTracker(life.step, life.generation, life.attempt, total)
     slot = client.acquire(total, DEADLINE_S)

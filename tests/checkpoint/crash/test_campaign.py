@@ -15,6 +15,7 @@ import pytest
 from tests.checkpoint.crash.campaign import Campaign
 from tests.checkpoint.crash.places import LocalPlace, MemoryPlace, S3Place
 from tests.checkpoint.crash.zygote import Zygote
+from tests.keys import key_pair
 from tests.servers import MOTO, RADOSGW, s3_url
 
 Report = Callable[[str], None]
@@ -50,6 +51,23 @@ def test_the_worker_alone(
 ) -> None:
     place = LocalPlace(ram)
     finish(Campaign(place, zygote, world=world, victim=victim, keep=1, elsewhere=True), report)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("world", "victim"), [(1, 0), (2, 0), (2, 1)])
+def test_signed(
+    world: int,
+    victim: int,
+    elsewhere: bool,
+    ram: Path,
+    zygote: Zygote,
+    report: Report,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("blake3")
+    more: dict[str, Any] = {"inner": not elsewhere, "elsewhere": elsewhere, "keep": 1}
+    place, keys = LocalPlace(ram), key_pair(tmp_path, "release")
+    finish(Campaign(place, zygote, world=world, victim=victim, keys=keys, **more), report)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

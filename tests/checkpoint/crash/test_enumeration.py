@@ -18,6 +18,7 @@ import pytest
 from tests.checkpoint.crash.campaign import Campaign
 from tests.checkpoint.crash.places import LocalPlace, MemoryPlace, S3Place
 from tests.checkpoint.crash.zygote import Zygote
+from tests.keys import key_pair
 from tests.servers import MOTO, s3_url
 
 Report = Callable[[str], None]
@@ -56,6 +57,35 @@ def test_s3(server: str, request: pytest.FixtureRequest, zygote: Zygote, report:
 def test_one_of_two_ranks(victim: int, ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, world=2, victim=victim)
     report(f"local, rank {victim} of 2, every sixth operation: {campaign.run(slice(0, None, 6))}")
+
+
+@pytest.mark.parametrize(
+    ("world", "victim", "elsewhere", "only"),
+    [
+        (1, 0, False, slice(3, None, 6)),
+        (2, 0, False, slice(2, None, 7)),
+        (2, 1, False, slice(4, None, 9)),
+        (1, 0, True, slice(5, None, 16)),
+    ],
+)
+def test_each_step_is_signed(
+    world: int,
+    victim: int,
+    elsewhere: bool,
+    only: slice,
+    ram: Path,
+    zygote: Zygote,
+    report: Report,
+    tmp_path: Path,
+) -> None:
+    """Whatever counts afterwards is read by its key alone, the step before as well."""
+    pytest.importorskip("blake3")
+    keys, place = key_pair(tmp_path, "release"), LocalPlace(ram)
+    campaign = Campaign(
+        place, zygote, world=world, victim=victim, elsewhere=elsewhere, keys=keys, keep=1
+    )
+    report(f"signed, rank {victim} of {world}, some operations: {campaign.run(only)}")
+    assert campaign.tally.committed < campaign.tally.deaths
 
 
 def test_the_worker_alone(ram: Path, zygote: Zygote, report: Report) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 import ckptd.checkpoint.save.drain as filewriter
 import ckptd.store.s3_client as s3_client
+from ckptd.base.signatures import need_blake3, read_private
 from ckptd.errors import ProcessError
 from tests.checkpoint.crash.boards import FileBoard
 from tests.checkpoint.crash.life import SLICE_BYTES, End, Life, live, outcome_key
@@ -175,6 +176,9 @@ def main() -> None:
         lives = _decode_lives.decode(line)
         if any(life.spec.url.startswith("s3:") for life in lives):
             _warm_up()
+        if any(life.sign for life in lives):
+            read_private(lives[0].sign)
+            need_blake3()
         gc.freeze()  # see `ckptd.testing.frozen`
         ends = _run(lives)
         sys.stdout.buffer.write(msgspec.json.encode(ends) + b"\n")

@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("blake3")
 import numpy as np
 import torch
 import xxhash
+from blake3 import blake3
 
 import ckptd
 from ckptd.base.digest import Digester, digest_hex
@@ -30,8 +32,13 @@ from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.opening import root_spec, trusting
 from ckptd.checkpoint.save import BoxRoot
+from ckptd.checkpoint.save.messages import RankPart
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, RefusedError, UsageError
+from ckptd.store.base import Store, Wrapper
+from ckptd.store.memory import MemoryStore
+from ckptd.store.signed import FileHash, windows_key
 from ckptd.testing.ranks import run_ranks
+from tests.checkpoint.crash.life import End, Life, live
 from tests.keys import forged, key_pair
 from tests.processes import PATIENCE_S
 
@@ -281,6 +288,14 @@ def test_without_trust_the_same_is_loaded(place: Place) -> None:
         assert not torch.equal(found["big"], state(20)["big"])
 
 
+def test_a_newer_step_may_be_hidden_and_one_that_is_named_may_not(place: Place) -> None:
+    place.record(20).unlink()
+    shutil.rmtree(place.folder(20))
+    assert place.load(None) == 10
+    with pytest.raises(NotFoundError, match="no checkpoint of step 20"):
+        place.load(20)
+
+
 def test_a_step_of_another_root_is_refused(place: Place, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with ckptd.Checkpointer(str(other), sign=place.private, timeout_s=PATIENCE_S) as ck:
@@ -446,3 +461,47 @@ def test_ranks_sign_together(tmp_path: Path) -> None:
     data.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(CorruptError, match="not what was"):
         run_ranks(3, on_ranks, root, None, (public,))
+
+
+class Forger(Wrapper):
+    """Somebody who writes to the root: puts other weights, and has rank 1 report them."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner, self.url, self.options = inner, inner.url, inner.options
+        self.capabilities, self.forged = inner.capabilities, list[str]()
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        if key.endswith("/parts/r00001"):
+            part = msgspec.msgpack.decode(data[: -16 - 32], type=RankPart)
+            (path,) = [p for p in part.hashes if p.endswith("r00001.safetensors")]
+            raw = bytearray(self.inner.get(path))
+            raw[-4:] = np.float32(666).tobytes()
+            self.inner.put(path, bytes(raw))
+            hashing = FileHash()
+            hashing.update(memoryview(raw))
+            whole, windows = hashing.end()
+            self.inner.put(where := windows_key(path[:41], path), windows)
+            hashes = part.hashes | {path: whole, where: blake3(windows).hexdigest()}
+            data = msgspec.structs.replace(part, hashes=hashes).encode() + data[-32:]
+            self.forged.append(path)
+        self.inner.put(key, data, create_only=create_only)
+
+
+def test_what_nobody_with_the_key_has_reported_is_not_signed(tmp_path: Path) -> None:
+    """Whoever wrote to the root during a save had other weights signed."""
+    sign = key_pair(tmp_path, "release")[0]
+    inner = MemoryStore("forged report")
+    catalogue = Catalogue(inner)
+    catalogue.create_or_open()
+    generation = catalogue.claim(None, 2, "start").generation
+    store = Forger(inner)
+
+    def one(rank: int) -> End:
+        more: dict[str, Any] = {"rank": rank, "world": 2, "board": str(tmp_path)}
+        return live(Life(inner.describe(), 1, generation, "0001", sign=sign, **more), store)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [*pool.map(one, range(2))]
+    assert store.forged
+    assert all("not from a process that has the key" in end.error["message"] for end in ends)
+    assert Catalogue(store).latest() is None
