@@ -96,11 +96,20 @@ class Arrived(NamedTuple):
     good
         Whether `data` are the values. If not, the worker held other ones than it said, or the slot
         was filled again while they were sent.
+    answer
+        What came before the bytes.
+    sent
+        The bytes as they came.
+    passed
+        Whether it came of another worker.
     """
 
     data: U8
     nbytes: int
     good: bool
+    answer: ReadBytes = ReadBytes(b"")
+    sent: memoryview = memoryview(b"")
+    passed: bool = False
 
 
 class ServerLink:
@@ -135,6 +144,7 @@ class ServerLink:
         connect_s: float = _CONNECT_S,
         far: bool = False,
         role: Role = "worker",
+        purpose: str = PURPOSE,
     ) -> ServerLink:
         """Connect: on the same host through the Unix socket, else over TCP.
 
@@ -148,6 +158,8 @@ class ServerLink:
             Take no Unix socket: as if the server were on another host.
         role
             Of this process.
+        purpose
+            What the server is for, one of `ckptd.base.net.roles.DOORS`.
 
         Raises
         ------
@@ -164,7 +176,7 @@ class ServerLink:
             try:
                 sock = address.connect(max(_LEAST_S, end - time.monotonic()))
                 connection = Connection(sock, str(address), wait_s, MOST_BODY)
-                return ServerLink._greeted(connection, entry, proof, role, wait_s, end)
+                return ServerLink._greeted(connection, entry, proof, role, purpose, wait_s, end)
             except TransientStoreError as error:
                 # Another container of this host, say: its files are not seen here. But a server
                 # that lets a connection wait lets the other one wait, too.
@@ -177,12 +189,13 @@ class ServerLink:
         entry: ServerEntry,
         proof: Proof,
         role: Role,
+        purpose: str,
         wait_s: float,
         end: float,
     ) -> ServerLink:
         try:
             left = max(_LEAST_S, end - time.monotonic())
-            about = greet_server(connection, proof, PURPOSE, role=role, wait_s=left)
+            about = greet_server(connection, proof, purpose, role=role, wait_s=left)
             if entry.epoch and about.get("epoch") != entry.epoch:
                 raise connection.fail("another publisher listens there")
         except BaseException:
@@ -252,6 +265,13 @@ class ServerLink:
     def arrivals(self, number: int, requests: Iterable[ReadRequest]) -> Iterator[Arrived]:
         """Yield each buffer once it is filled with its blocks, which come with a digest.
 
+        See `answers`.
+        """
+        return self.answers((AskRead(number, r.blocks), r) for r in requests)
+
+    def answers(self, asked: Iterable[tuple[msgspec.Struct, ReadRequest]]) -> Iterator[Arrived]:
+        """Yield the answers to questions.
+
         Tensors are those that were asked after last. The next parts are asked for already: the
         server looks at its digests while this end takes what it sent. A long question waits for
         the answers before it, else both ends might send and neither receive.
@@ -260,8 +280,8 @@ class ServerLink:
         waiting: deque[ReadRequest] = deque()
         with self._lock:
             try:
-                for request in requests:
-                    question = msgspec.msgpack.encode(AskRead(number, request.blocks))
+                for ask, request in asked:
+                    question = msgspec.msgpack.encode(ask)
                     while waiting and len(question) > _AHEAD_BYTES:
                         yield self.read(waiting.popleft())
                     self._connection.send(question)
@@ -293,7 +313,7 @@ class ServerLink:
             except CorruptError:
                 good = False
         good = good and incoming_digest(self.places, blocks, into) == found.digest
-        return Arrived(into, nbytes, good)
+        return Arrived(into, nbytes, good, found, memoryview(deltas))
 
     def _checked(self, answer: Any, kind: type[T]) -> T:
         if isinstance(answer, PublishRefusal):

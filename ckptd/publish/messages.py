@@ -15,8 +15,10 @@ from ckptd.base.net.handed import Proof
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import UsageError
 
-PURPOSE = "publish 3"
+PURPOSE = "publish 4"
 """Of connections; its number rises with messages that older programs do not know."""
+PASSING = "pass on 1"
+"""Of connections of workers to workers."""
 MOST_BODY = 16 << 20
 """Largest message in bytes: the names of a large model's tensors."""
 MOST_READ_BYTES = 64 << 20
@@ -363,6 +365,32 @@ class AskRead(_Question, frozen=True, tag="read"):
     blocks: Annotated[tuple[BlockRead, ...], Meta(max_length=1 << 16)]
 
 
+_Sum = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class AskSource(_Question, frozen=True, tag="source"):
+    """Of whom to take the answers to some questions in place of this server; by `ServerList`.
+
+    Attributes
+    ----------
+    key
+        Of the questions, see `ckptd.publish.passing.Asked`: this connection asks them if no other
+        worker has the answers.
+    entry
+        Where the worker is going to pass them on.
+    """
+
+    key: _Sum
+    entry: ServerEntry
+
+
+class AskProved(_Question, frozen=True, tag="proved"):
+    """Whether the server has given answers with this sum to some questions. By `HoldAnswer`."""
+
+    key: _Sum
+    sum: _Sum
+
+
 QUESTION = msgpack_decoder(
     AskAbout
     | AskWhere
@@ -377,7 +405,25 @@ QUESTION = msgpack_decoder(
     | AskMap
     | AskChanged
     | AskRead
+    | AskSource
+    | AskProved
 )
+
+
+class AskPassed(_Question, frozen=True, tag="passed"):
+    """Of a worker: answers that it passes on, after `wait_s` at most. Answered by `Passed`."""
+
+    name: _Sum
+    wait_s: Annotated[float, Meta(ge=0, le=60)]
+
+
+class AskPart(_Question, frozen=True, tag="part"):
+    """Of a worker: one of the answers that it offered. By `ReadBytes` and the bytes."""
+
+    at: _Number
+
+
+PASSED_QUESTION = msgpack_decoder(AskPassed | AskPart)
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -471,6 +517,24 @@ class ReadBytes(_Answer, frozen=True, tag="read"):
     sizes: Annotated[tuple[_Number, ...], Meta(max_length=1 << 17)] = ()
 
 
+class Passed(_Answer, frozen=True, tag="offered"):
+    """The answers that a worker offers.
+
+    Attributes
+    ----------
+    there
+        Whether it has all answers, or is about to have them.
+    progress
+        Rises while it gets on.
+    sums
+        Of the answers, which this connection may ask for now; empty: not yet.
+    """
+
+    there: bool
+    progress: _Number = 0
+    sums: Annotated[tuple[_Sum, ...], Meta(max_length=1 << 18)] = ()
+
+
 class PublishRefusal(_Answer, frozen=True, tag="refused"):
     """It cannot be done: an error as `CkptdError.to_dict` has it."""
 
@@ -487,6 +551,7 @@ ANSWER = msgpack_decoder(
     | Mapped
     | ChangedBlocks
     | ReadBytes
+    | Passed
     | PublishRefusal
 )
 

@@ -46,6 +46,7 @@ from ckptd.publish.messages import (
     PublishedTensor,
     TensorPlaces,
 )
+from ckptd.publish.passing import Passing
 from ckptd.publish.quantized import QuantizedTensor, ScaleMemory, quantized_tensors
 from ckptd.publish.tiles import tile_counts
 from ckptd.reshard.layouts import read_text
@@ -97,6 +98,8 @@ class PullReport:
     bytes_received
         Over sockets: less than is needed where what changed since an earlier version was enough,
         more where some of it had to come whole after that.
+    bytes_passed
+        Of these: from other workers, and not from the publisher.
     bytes_mapped
         Read out of slots of this host.
     bytes_unchanged
@@ -107,6 +110,7 @@ class PullReport:
 
     bytes_needed: int = 0
     bytes_received: int = 0
+    bytes_passed: int = 0
     bytes_mapped: int = 0
     bytes_unchanged: int = 0
     staged_bytes: int = 0
@@ -280,6 +284,7 @@ class PullPlan:
         *,
         in_place: bool = False,
         step: Callable[[], object] = lambda: None,
+        passing: Passing | None = None,
     ) -> StagedPull:
         """Pull a version, which is held, up to the last byte; writes nothing.
 
@@ -295,6 +300,8 @@ class PullPlan:
             What does not fit the budget comes when it is applied, a message at a time.
         step
             Called when the pull, or what is applied of it, has got on; by any thread.
+        passing
+            Takes of other workers what is staged, and passes it on.
 
         Raises
         ------
@@ -307,7 +314,8 @@ class PullPlan:
         quantized = self._quantized
         since = 0 if held is None else held.number
         givers = [
-            _Giver(links[g], self._takings.of(g), quantized, step, since) for g in self.givers
+            _Giver(links[g], self._takings.of(g), quantized, step, since, passing)
+            for g in self.givers
         ]
         if held is not None:
             # Digests of a new version take a moment: waited for where something may be left out,
@@ -426,6 +434,11 @@ class StagedPull:
         mapping, room = SPARE.take(size)
         self.memory = mapping, size
         return room
+
+    def handed(self) -> tuple[mmap.mmap, int] | None:
+        """Leave the memory to the caller, with its size; None: there is none."""
+        memory, self.memory = self.memory, None
+        return memory
 
     def give_back(self) -> None:
         """Keep the memory for the next pull; call it when devices have copied out of it, too."""
@@ -585,8 +598,10 @@ class _Giver:
         quantized: Mapping[str, QuantizedTensor],
         step: Callable[[], object],
         since: int = 0,
+        passing: Passing | None = None,
     ) -> None:
         self._link = link
+        self._passing = passing
         self._since = since if isinstance(link, ServerLink) else 0
         self._step = step
         self._incoming = incoming
@@ -777,9 +792,14 @@ class _Giver:
             self._map(number, share)
         elif self._bytes:
             limit = _MESSAGE_BYTES * (_DELTA_TIMES if self._since else 1)
-            for found in self._received(number, limit, into):
+
+            def beat() -> None:
                 if stop.is_set():
                     raise _stopped()
+                self._step()
+
+            for found in self._received(number, limit, into, beat):
+                beat()
                 for part in found.parts:
                     _try(part)  # cast by the sender are those that get smaller alone
                 share.parts += found.parts
@@ -831,7 +851,13 @@ class _Giver:
             share.parts += parts
         share.report += PullReport(bytes_mapped=self._bytes)
 
-    def _received(self, number: int, limit: int, into: U8 | None = None) -> Iterator[_Share]:
+    def _received(
+        self,
+        number: int,
+        limit: int,
+        into: U8 | None = None,
+        beat: Callable[[], object] | None = None,
+    ) -> Iterator[_Share]:
         def buffers() -> Iterator[tuple[_Message, U8]]:
             at = 0
             for message, nbytes in self._messages(limit):
@@ -842,7 +868,7 @@ class _Giver:
                 at += nbytes
 
         again: list[tuple[_Message, U8]] = []
-        yield from self._filled(number, buffers(), again)
+        yield from self._filled(number, buffers(), again, beat)
         for message, _ in again:
             if any(read.since for read, *_ in message):
                 _log.warning(
@@ -860,10 +886,11 @@ class _Giver:
         number: int,
         buffers: Iterable[tuple[_Message, U8]],
         again: list[tuple[_Message, U8]] | None = None,
+        beat: Callable[[], object] | None = None,
     ) -> Iterator[_Share]:
         """Yield what is in buffers that are filled; those with other values go to `again`.
 
-        Without that these are an error.
+        Without that these are an error. With `beat` other workers may fill them.
         """
         asked: deque[_Message] = deque()
 
@@ -873,16 +900,20 @@ class _Giver:
                 blocks = tuple(read for read, *_ in message)
                 yield ReadRequest(blocks, data, partial(_take_held, message, data))
 
-        link = self._link
-        arrivals = (
-            link.arrivals(number, requests())
-            if isinstance(link, ServerLink)
-            else (Arrived(d, len(d), True) for d in link.reads(number, (r[:2] for r in requests())))
-        )
-        for data, nbytes, good in arrivals:
+        link, passing = self._link, self._passing
+        arrivals: Iterator[Arrived]
+        if not isinstance(link, ServerLink):
+            reads = link.reads(number, (r[:2] for r in requests()))
+            arrivals = (Arrived(d, len(d), True) for d in reads)
+        elif passing is not None and beat is not None:
+            arrivals = passing.arrivals(link, number, requests(), beat)
+        else:
+            arrivals = link.arrivals(number, requests())
+        for data, nbytes, good, *_, passed in arrivals:
             self._step()
             message = asked.popleft()
-            share = _Share(report=PullReport(bytes_received=nbytes))
+            report = PullReport(bytes_received=nbytes, bytes_passed=nbytes if passed else 0)
+            share = _Share(report=report)
             if not good and again is None:
                 raise damaged(message[0][1].tensor.name)
             if not good and again is not None:

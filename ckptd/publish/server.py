@@ -51,9 +51,11 @@ from ckptd.publish.messages import (
     AskHold,
     AskMap,
     AskNewest,
+    AskProved,
     AskRead,
     AskRelease,
     AskSlot,
+    AskSource,
     AskStore,
     AskStored,
     AskTensors,
@@ -88,6 +90,7 @@ from ckptd.publish.messages import (
     VersionWhole,
     most_listen_s,
 )
+from ckptd.publish.passing import Sources, asked_first, folded, sum_of
 from ckptd.publish.stored import (
     GONE_S,
     ShareWriter,
@@ -171,6 +174,7 @@ class PublishServer:
         self._desk: StoreDesk | None = None
         self._writer: ShareWriter | None = None
         self._taker: ServerLink | None = None
+        self._sources = Sources()
 
     # --- the rank -------------------------------------------------------------------------------
 
@@ -548,6 +552,7 @@ class PublishServer:
             _Session(self, connection).run()
         finally:
             self._book.lose(connection)
+            self._sources.leave(connection)
             if self._desk is not None:
                 self._desk.gone(connection)
 
@@ -560,6 +565,7 @@ class _Session:
         self._connection = connection
         self._names: tuple[str, ...] = ()
         self._buffer = np.empty(0, np.uint8)
+        self._wanted = self._asked = self._total = b""
 
     def run(self) -> None:
         """Answer until the worker leaves."""
@@ -619,7 +625,19 @@ class _Session:
             case AskChanged(since, number, wait_s):
                 send(self._changed(since, number, wait_s))
             case AskRead(number, blocks):
-                self._read(number, blocks)
+                total = self._read(number, blocks, summed=bool(self._wanted))
+                if self._wanted:
+                    self._total = folded(self._total, total)
+                    self._asked = folded(self._asked, msgspec.msgpack.encode(question))
+                    if self._asked == self._wanted:
+                        server._sources.prove(self._wanted, self._total)
+                        self._wanted = b""
+            case AskSource(key, entry):
+                path = server._sources.path(key, entry, self._connection)
+                self._wanted, self._asked, self._total = key, asked_first(self._names), b""
+                send(ServerList(path))
+            case AskProved(key, total):
+                send(HoldAnswer(server._sources.proved(key, total)))
 
     def _newest(self, than: int, wait_s: float) -> None:
         """Wait for a newer version, and notice meanwhile that the worker is gone."""
@@ -647,7 +665,8 @@ class _Session:
             bits.append(np.packbits(np.array(differ, dtype=np.bool_)).tobytes())
         return ChangedBlocks(True, BLOCK_BYTES, tuple(bits))
 
-    def _read(self, number: int, blocks: Sequence[BlockRead]) -> None:
+    def _read(self, number: int, blocks: Sequence[BlockRead], *, summed: bool) -> bytes:
+        """Send parts; return the sum of the answer, if it is wanted."""
         known = [self._server._tensors.get(n, _ABSENT) for n in self._names]
         for block in blocks:
             if block.tensor < len(known) and not known[block.tensor].dtype:
@@ -663,13 +682,16 @@ class _Session:
             parts, all_of_it, sizes = found
             if sizes:  # they are few bytes, and need no slot from here on
                 parts = [memoryview(b"".join(parts))]
+            answer = ReadBytes(all_of_it, sizes)
+            total = sum_of(answer, parts) if summed else b""
             if slot.sealed != number:  # no hold
                 raise _not_there(f"version {number} was overwritten")
             # What is written to the slot from here on the digest shows.
             if not sizes:
-                self._connection.send_parts(ReadBytes(all_of_it), parts)
+                self._connection.send_parts(answer, parts)
         if sizes:
-            self._connection.send_parts(ReadBytes(all_of_it, sizes), parts)
+            self._connection.send_parts(answer, parts)
+        return total
 
     def _scratch(self, nbytes: int) -> U8:
         if len(self._buffer) < nbytes:

@@ -16,6 +16,7 @@ from ckptd.base.net.tls import LEAF_S
 from ckptd.elastic import controller_server
 from ckptd.monitor.agent import preflight, probes
 from ckptd.monitor.daemon import server as daemon
+from ckptd.publish import passing
 from ckptd.publish import server as publish
 from ckptd.store.net.session import Limits
 
@@ -68,7 +69,17 @@ ROWS = (
         door.MOST_STRANGERS,
         publish._GREETING_S,
         publish._MOST_CONNECTIONS,
-        "publish 3",
+        "publish 4",
+    ),
+    Row(
+        "worker that passes on weights",
+        "ckptd.publish.passing",
+        "`Subscriber(pass_on=True)`: the interface towards the publisher, any port",
+        TLS,
+        door.MOST_STRANGERS,
+        passing._GREETING_S,
+        passing._MOST_CONNECTIONS,
+        "pass on 1",
     ),
     Row(
         "link probe",

@@ -40,7 +40,7 @@ _READS = frozenset({"Get", "Read", "Open", "Stat", "List", "Children"})
 _WRITES = frozenset({"Put", "BeginWriter", "Delete", "Sync", "Sweep", "AbortWriter"})
 _PULLS = frozenset(
     {"AskAbout", "AskWhere", "AskNewest", "AskHold", "AskRelease", "AskTensors", "AskMap"}
-    | {"AskChanged", "AskRead"}
+    | {"AskChanged", "AskRead", "AskSource", "AskProved"}
 )
 
 _COUNTS = frozenset({"AskCommit", "AskDrop", "AskStore", "AskStored"})
@@ -64,7 +64,8 @@ DOORS: Mapping[str, Asks] = {
         },
         of_job=False,
     ),
-    "publish 3": Asks("rank", {"rank": _PULLS | _COUNTS, "worker": _PULLS}),
+    "publish 4": Asks("rank", {"rank": _PULLS | _COUNTS, "worker": _PULLS}),
+    "pass on 1": Asks("worker", {"worker": frozenset({"AskPassed", "AskPart"})}),
     "probe": Asks("agent", {"agent": frozenset({"_Ping", "_Take", "_Give"})}),
     "preflight": Asks(
         "agent", {"agent": frozenset({"NodeHello", "Tested", "ClockReading", "Probed"})}

@@ -17,6 +17,8 @@ from torch import nn
 
 from ckptd import events
 from ckptd.base.digest import digest
+from ckptd.base.net.address import parse_address
+from ckptd.base.runtime.host import address_towards
 from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.base.runtime.ranks import Board, LocalBoard, RankHeartbeat
 from ckptd.base.torch.device import has_streams
@@ -46,6 +48,7 @@ from ckptd.publish.messages import (
     ServerEntry,
     ServerList,
 )
+from ckptd.publish.passing import Passing
 from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
 from ckptd.publish.quantized import ScaleMemory, quantized_tensors
 from ckptd.publish.torch.fallback import RootFallback
@@ -197,6 +200,10 @@ class Subscriber(OfOneProcess):
         Of tensors that an engine has computed of the weights, which are not published themselves:
         what refreshes them, by a glob of their names, such as ``*.w_vc``. It is called with each
         name, an attribute of a module in `into` or an entry of it, when an update is applied.
+    pass_on
+        Pass on to other workers what comes over sockets, and take it of them: the trainer then
+        sends once what workers of one layout need. They connect to each other, so this process
+        listens, and what was pulled last stays in host memory until it is replaced.
     root
         Where no publisher is reached, the newest checkpoint of this root is loaded.
     root_layout
@@ -222,6 +229,7 @@ class Subscriber(OfOneProcess):
         in_place: bool = False,
         carrier: WeightCarrier | None = None,
         derived: Mapping[str, Callable[[str], object]] | None = None,
+        pass_on: bool = False,
         root: str | os.PathLike[str] | None = None,
         root_layout: LayoutSpec | None = None,
         timeout_s: float = 60.0,
@@ -233,6 +241,8 @@ class Subscriber(OfOneProcess):
         self._in_place = in_place
         self._carrier = carrier
         self._derived = dict(derived or {})
+        self._pass_on = pass_on
+        self._passing: Passing | None = None
         every = self._agreement.on_every_rank
         self._place: MeetingPlace | StoredWeights = every(
             lambda: StoredWeights(os.fspath(at)) if is_store(at) else MeetingPlace.of(at, secret)
@@ -467,7 +477,9 @@ class Subscriber(OfOneProcess):
         held = self._version
         same = held is not None and held.epoch == version.epoch
         since = HeldTensors(held.number, self._proved()) if held is not None and same else None
-        return self._pulled(plan, version, leader, hold, since, in_place=self._in_place)
+        return self._pulled(
+            plan, version, leader, hold, since, in_place=self._in_place, pass_on=self._pass_on
+        )
 
     def _pulled(
         self,
@@ -478,6 +490,7 @@ class Subscriber(OfOneProcess):
         since: HeldTensors | None,
         *,
         in_place: bool,
+        pass_on: bool = False,
     ) -> StagedPull:
         def step() -> None:
             hold.keep()
@@ -489,6 +502,8 @@ class Subscriber(OfOneProcess):
             readers: Mapping[int, SlotReader] = mirrors
         else:
             readers = self._readers(plan, leader)
+        far = not all(r.local for r in readers.values())
+        passing = self._passes(leader) if pass_on and far else None
         staged = plan.stage(
             version.number,
             readers,
@@ -496,12 +511,22 @@ class Subscriber(OfOneProcess):
             since,
             in_place=in_place,
             step=step,
+            passing=passing,
         )
         if isinstance(leader, StoredWeights):
             staged.report = replace(
                 staged.report, bytes_received=received, bytes_mapped=0, staged_bytes=kept
             )
         return staged
+
+    def _passes(self, leader: ServerLink | StoredWeights) -> Passing | None:
+        """Return what passes on, for another update."""
+        if self._passing is None and isinstance(self._place, MeetingPlace):
+            there = parse_address(leader.entry.address, "a publisher's address")
+            self._passing = Passing(self._place.proof, address_towards(there.host))
+        if self._passing is not None:
+            self._passing.begin()
+        return self._passing
 
     def _readers(self, plan: PullPlan, leader: ServerLink) -> Mapping[int, SlotReader]:
         """Return what reads from each rank of the publisher."""
@@ -605,6 +630,8 @@ class Subscriber(OfOneProcess):
             with torch.no_grad():
                 staged.apply()
                 self._settle()
+                if self._passing is not None:
+                    self._passing.keep(staged.handed())
                 staged.give_back()
                 self._prove(staged, first=first)
             # What modules do as they are loaded comes after: a proof is of what was published.
@@ -756,6 +783,8 @@ class Subscriber(OfOneProcess):
     def close(self) -> None:
         """End the connections. Idempotent."""
         self._disconnect()
+        if self._passing is not None:
+            self._passing.close()
         if isinstance(self._place, StoredWeights):
             self._place.end()
 

@@ -57,6 +57,7 @@ def test_the_table_knows_every_message_and_every_role() -> None:
     assert known("store") == names(messages.Request) == set(STORE)
     assert known("controller") == names(FromNode, FromOperator)
     assert known(publish.PURPOSE) == {kind.__name__ for kind in _kinds(publish.QUESTION)}
+    assert known(publish.PASSING) == {kind.__name__ for kind in _kinds(publish.PASSED_QUESTION)}
     assert known("probe") == {kind.__name__ for kind in _kinds(probes._ASKED)}
     heard = {kind.__name__ for kind in _kinds(preflight._HELLO)} | {"Tested", "ClockReading"}
     assert known("preflight") == heard | {"Probed"}

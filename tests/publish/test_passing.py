@@ -1,0 +1,212 @@
+"""Workers pass on what they pull: the trainer sends it once, and nothing wrong is ever applied."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import ckptd
+from ckptd.publish.messages import ServerEntry
+from ckptd.publish.passing import Sources
+from tests.processes import kill, until
+from tests.programs import Program
+from tests.publish.passworker import Done, Worker, values_of
+from tests.reshard.torch.layout.jobs import whole
+from tests.reshard.torch.layout.test_binder import WHOLE, fused
+
+pytestmark = pytest.mark.timeout(300)
+NEEDED = sum(t.nbytes for t in fused(whole(1)).values())
+MORE = 1 << 16
+"""Bytes of a connection to the trainer that are no weights: certificates, names, questions."""
+
+
+class Cluster:
+    """A trainer in this process, and workers on hosts of their own."""
+
+    def __init__(self, at: Path, ends: ExitStack) -> None:
+        self.at = at
+        self.full = whole(1)
+        self.publisher = ends.enter_context(ckptd.Publisher(WHOLE, at, linger_s=1.0))
+        self.step = 0
+        self._ends = ends
+
+    def publish(self) -> str:
+        """Publish; return the digest of what workers are to hold."""
+        self.step += 1
+        assert self.publisher.publish(self.step, {"model": self.full}, wait_s=60).wait(60)
+        return values_of(fused(self.full))
+
+    def change(self) -> None:
+        """Change some elements of each tensor."""
+        generator = torch.Generator().manual_seed(self.step)
+        for name, tensor in self.full.items():
+            changed = torch.rand(tensor.shape, generator=generator) < 0.02
+            self.full[name] = torch.where(changed, tensor * 1.5 + 1, tensor)
+
+    def worker(self, host: str, **spec: object) -> Program:
+        """Start a worker on a host."""
+        raw = msgspec.json.encode(Worker(str(self.at), **spec)).decode()  # type: ignore[arg-type]
+        env = dict(os.environ, CKPTD_NODE=host)
+        found = Program("-m", "tests.publish.passworker", raw, env=env)
+        for end in (found.stdout.close, found.stderr.close, found.kill):
+            self._ends.callback(end)
+        return found
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as ends:
+        yield Cluster(tmp_path / "at", ends)
+
+
+def done(worker: Program) -> Done:
+    line = worker.stdout.readline()
+    assert line, worker.stderr.read()
+    return msgspec.json.decode(line, type=Done)
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_a_trainer_sends_once_however_many_workers_there_are(cluster: Cluster, count: int) -> None:
+    workers = [cluster.worker(f"host-{i % 5}", updates=2) for i in range(count)]
+    wanted = cluster.publish()
+    found = [done(w) for w in workers]
+    assert {d.values for d in found} == {wanted}
+    assert sum(d.received for d in found) == count * NEEDED
+    assert sum(d.received - d.passed for d in found) == NEEDED
+    before = sum(d.of_trainer for d in found)
+    assert before < NEEDED + count * MORE
+    cluster.change()
+    wanted = cluster.publish()
+    found = [done(w) for w in workers]
+    assert {d.values for d in found} == {wanted}
+    (size,) = {d.received for d in found}
+    assert 0 < size < NEEDED // 4
+    assert sum(d.received - d.passed for d in found) == size
+
+
+def test_without_it_a_trainer_sends_to_each(cluster: Cluster) -> None:
+    workers = [cluster.worker("host", pass_on=False) for _ in range(2)]
+    wanted = cluster.publish()
+    found = [done(w) for w in workers]
+    assert [(d.values, d.received, d.passed) for d in found] == [(wanted, NEEDED, 0)] * 2
+    assert sum(d.of_trainer for d in found) > 2 * NEEDED
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "bytes", "digest"])
+def test_a_source_that_fails_in_the_middle_is_gone_round(cluster: Cluster, fault: str) -> None:
+    wanted = cluster.publish()
+    source = cluster.worker("host-0", fault=fault)
+    assert done(source).values == wanted
+    found = done(cluster.worker("host-1", late_s=2.0))
+    assert found.values == wanted
+    assert 0 < found.passed < found.received == NEEDED  # what was right before it is kept
+    third = done(cluster.worker("host-2", late_s=2.0))  # named the first, or one that is whole
+    assert third.values == wanted
+
+
+@pytest.mark.parametrize("fault", ["lie", "waits"])
+def test_a_source_that_lies_gives_nothing(cluster: Cluster, fault: str) -> None:
+    wanted = cluster.publish()
+    assert done(cluster.worker("host-0", fault=fault)).values == wanted
+    found = done(cluster.worker("host-1", late_s=2.0))
+    assert (found.values, found.passed, found.received) == (wanted, 0, NEEDED)
+
+
+def test_a_source_that_gives_an_older_version_is_found_out(cluster: Cluster) -> None:
+    first = cluster.publish()
+    source = cluster.worker("host-0", fault="older", updates=2)
+    assert done(source).values == first
+    early = cluster.worker("host-1")  # so that the first version is asked for, and kept
+    assert done(early).values == first
+    cluster.full = whole(2)
+    wanted = cluster.publish()
+    assert done(source).values == wanted
+    late = cluster.worker("host-2", updates=1)
+    found = done(late)
+    assert found.values == wanted
+    assert found.received - found.passed == NEEDED
+
+
+def test_what_another_worker_takes_stays_as_it_is(cluster: Cluster, tmp_path: Path) -> None:
+    first = cluster.publish()
+    asked = tmp_path / "asked"
+    source = cluster.worker("host-0", updates=3, fault="slow", asked=str(asked))
+    assert done(source).values == first
+    late = cluster.worker("host-1")
+    until(asked.exists, "a question")
+    cluster.full = whole(2)
+    second = cluster.publish()
+    assert done(source).values == second
+    asked.with_suffix(".go").touch()
+    found = done(late)
+    assert (found.values, found.passed) == (first, NEEDED)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_with_all_sources_gone_the_trainer_serves(cluster: Cluster, end: signal.Signals) -> None:
+    wanted = cluster.publish()
+    sources = [cluster.worker(f"host-{i}") for i in range(3)]
+    assert {done(s).values for s in sources} == {wanted}
+    for source in sources:
+        os.kill(source.pid, end)
+    found = done(cluster.worker("host-2"))
+    assert (found.values, found.passed, found.received) == (wanted, 0, NEEDED)
+
+
+def test_without_trainer_a_worker_that_waits_keeps_what_it_has(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.publish()
+    asked = tmp_path / "asked"
+    done(cluster.worker("host-0", fault="waits", asked=str(asked)))
+    late = cluster.worker("host-1", late_s=120.0, wait_s=1.0)
+    until(asked.exists, "a question")
+    kill(cluster.publisher.server_pid)
+    found = done(late)
+    assert (found.step, found.values) == (-1, values_of(fused(whole(99))))
+
+
+def entry(host: int, number: int) -> ServerEntry:
+    return ServerEntry(f"host-{host}", f"10.0.{host}.{number}:1", "", "")
+
+
+def test_hosts_are_a_tree_and_workers_of_a_host_one_within_it() -> None:
+    sources = Sources()
+    paths = {}
+    for number in range(4):
+        for host in range(8):
+            at = entry(host, number)
+            paths[host, number] = sources.path(b"k", at, at)
+    assert paths[0, 0] == ()
+    firsts = {h: [e.host for e in paths[h, 0]] for h in range(8)}
+    assert firsts[1] == ["host-0"]
+    assert firsts[3] == ["host-1", "host-0"]
+    assert firsts[6] == ["host-2", "host-0"]
+    assert firsts[7] == ["host-3", "host-1", "host-0"]
+    # A second worker of a host takes of its own host; of others only if that is gone.
+    assert paths[7, 1] == (entry(7, 0), *paths[7, 0])
+    assert paths[7, 3] == (entry(7, 1), entry(7, 0), *paths[7, 0])
+    assert sources.path(b"other", entry(9, 9), "another") == ()
+
+
+def test_who_leaves_or_asks_something_else_is_named_no_more() -> None:
+    sources = Sources()
+    first, second, third = (entry(h, 0) for h in range(3))
+    sources.path(b"k", first, 1)
+    assert sources.path(b"k", second, 2) == (first,)
+    sources.leave(1)
+    assert sources.path(b"k", third, 3) == (second,)
+    sources.path(b"other", second, 2)
+    assert sources.path(b"k", first, 1) == (third,)
+    assert sources.path(b"k", first, 1) == (third,)  # never itself
+    for asker in (1, 2, 3):
+        sources.leave(asker)
+    assert not sources._asking
+    assert not sources._of
