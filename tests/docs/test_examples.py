@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -165,14 +166,7 @@ def test_the_controller_is_where_pods_look_for_it() -> None:
     pod = deployed["spec"]["template"]["spec"]
     service = of_kind("Service", objects("headless-service.yaml"))
     (port,) = service["spec"]["ports"]
-    control, watch, launch = (container["command"] for container in pod["containers"])
-    probe = pod["containers"][0]["livenessProbe"]
-    hung_s = probe["failureThreshold"] * (probe["periodSeconds"] + probe["timeoutSeconds"])
-    assert hung_s + probe["terminationGracePeriodSeconds"] < ControllerSettings().lease_s
-    asked = probe["exec"]["command"]
-    for one in (asked, watch):
-        assert words("--controller", one) == f"127.0.0.1:{port['port']}"
-        assert words("--job", one) == words("--job", control)
+    control, _, launch = (container["command"] for container in pod["containers"])
     host = f"{pod['hostname']}.{service['metadata']['name']}"
     assert words("--host", control) == host
     assert words("--port", control) == str(port["port"])
@@ -183,6 +177,47 @@ def test_the_controller_is_where_pods_look_for_it() -> None:
         for owner in (deployed["spec"]["template"], template["template"]):
             assert owner["metadata"]["labels"][label] == value
     assert pod["subdomain"] == template["template"]["spec"]["subdomain"] == host.split(".")[1]
+
+
+def test_each_controller_is_watched_and_has_a_daemon() -> None:
+    found = 0
+    for pod in pods(objects()):
+        every = {
+            c["command"][1]: c
+            for c in (*pod.get("initContainers", ()), *pod["containers"])
+            if "command" in c
+        }
+        if "controller" not in every:
+            continue
+        found += 1
+        control, watch = every["controller"], every["serve"]
+        port = words("--port", control["command"])
+        probe = control["livenessProbe"]
+        hung_s = probe["failureThreshold"] * (probe["periodSeconds"] + probe["timeoutSeconds"])
+        assert hung_s + probe["terminationGracePeriodSeconds"] < ControllerSettings().lease_s
+        for one in (probe["exec"]["command"], watch["command"]):
+            assert words("--controller", one) == f"127.0.0.1:{port}"
+            assert words("--job", one) == "train"
+        (metrics,) = watch["ports"]
+        assert str(metrics["containerPort"]) == words("--port", watch["command"])
+        policy = of_kind("NetworkPolicy", objects("network.yaml"))
+        assert policy["spec"]["ingress"][1]["ports"] == [{"port": metrics["containerPort"]}]
+        monitor = of_kind("PodMonitor", objects("network.yaml"))
+        assert [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] == [metrics["name"]]
+    assert found == 3
+
+
+def test_pods_may_do_as_little_as_they_need() -> None:
+    for pod in pods(objects()):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            least = container["securityContext"]
+            assert not least["allowPrivilegeEscalation"]
+            assert least["capabilities"] == {"drop": ["ALL"]}
+            # A trainer writes where its code wants.
+            ours = container.get("command", ["", "run"])[1] != "run"
+            assert least.get("readOnlyRootFilesystem", False) == ours
 
 
 def test_who_asks_the_cluster_may() -> None:
@@ -198,3 +233,43 @@ def test_who_asks_the_cluster_may() -> None:
     for pod in pods(objects()):
         controls = any(command[1] == "kubernetes" for command in commands(pod))
         assert (pod in asking) == (controls or "serviceAccountName" in pod)
+
+
+KUBERNETES = "1.34"
+
+
+def test_the_cluster_knows_all_fields() -> None:
+    """By the API's published schemas; what operators add (JobSet) has none, and its pods have."""
+    without = []
+    for each in [*objects(), *yaml.safe_load_all(POD.read_text())]:
+        try:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        except kubernetes_validate.SchemaNotFoundError:
+            without.append(each["kind"])
+            for pod in pods(each):
+                whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod}
+                kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+    assert sorted(without) == ["JobSet", "PodMonitor", "TrainJob", "TrainingRuntime"]
+    wrong = of_kind("PodDisruptionBudget", objects("network.yaml"))
+    wrong["spec"]["maxUnavailabel"] = wrong["spec"].pop("maxUnavailable")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+def test_the_policy_and_the_budget_are_for_all_pods_of_the_job() -> None:
+    wanted = {"ckptd.io/network": "train"}
+    for kind, field in (("NetworkPolicy", "podSelector"), ("PodDisruptionBudget", "selector")):
+        assert of_kind(kind, objects("network.yaml"))["spec"][field] == {"matchLabels": wanted}
+    templates = [part for part in holders(objects()) if "containers" in part.get("spec", {})]
+    assert len(templates) == 6
+    for template in templates:
+        assert template["metadata"]["labels"].items() >= wanted.items()
+
+
+def holders(part: Any) -> Iterator[dict[str, Any]]:
+    """All mappings of an object."""
+    if isinstance(part, dict):
+        yield part
+        part = list(part.values())
+    for inner in part if isinstance(part, list) else []:
+        yield from holders(inner)
