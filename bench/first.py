@@ -7,8 +7,10 @@ sample is a fresh process with a trained model and its AdamW, which has imported
 it saves once, and loads that. Two more fresh processes load it, as it was left in the page cache
 and from the disk. What an engine imports and starts counts: *ready* is that, *blocked* the call of
 `save` after it, *durable* the time from that call on; loads count all from the import on. CPU
-seconds are those of all processes of the sample. Cases alternate in one run; seconds are those of
-one machine at one time, the ratios, each within a repetition, are what counts.
+seconds are those of all processes of the sample. Free memory is touched before: a virtual machine
+may have returned it to its host, and what an engine allocates first then costs 2 s a GB
+(`common.stock`). Cases alternate in one run; seconds are those of one machine at one time, the
+ratios, each within a repetition, are what counts.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def first_save(case: str, folder: str, live: engines.Live) -> dict[str, Any]:
     """Save once; time what is blocked and what it takes to be durable, and load what was saved."""
     live.change()  # a program has used its memory before its first save
     common.settle()
+    common.stock(3 * sum(t.nbytes for t in common.tensors(live.tree())))
     cpu, start = common.tree_cpu(), time.perf_counter()
     engine = engines.ENGINES[case](folder, live.tree, live.objects)
     out: dict[str, Any] = {"ready_s": time.perf_counter() - start}
@@ -101,6 +104,7 @@ def one(case: str, folder: str, options: Any) -> dict[str, Any]:
         live.clear()
         if options.load == "cold":
             forget(folder)
+            common.stock(2 * common.state_bytes(options.layers))
         return load(case, folder, live)
     common.remove(folder)
     Path(folder).mkdir(parents=True)
