@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -262,20 +262,21 @@ class ServerLink:
                 raise damaged(self._connection.peer)
             yield found.data
 
-    def arrivals(self, number: int, requests: Iterable[ReadRequest]) -> Iterator[Arrived]:
+    def arrivals(self, number: int, requests: Iterable[ReadRequest]) -> Generator[Arrived]:
         """Yield each buffer once it is filled with its blocks, which come with a digest.
 
         See `answers`.
         """
         return self.answers((AskRead(number, r.blocks), r) for r in requests)
 
-    def answers(self, asked: Iterable[tuple[msgspec.Struct, ReadRequest]]) -> Iterator[Arrived]:
+    def answers(self, asked: Iterable[tuple[msgspec.Struct, ReadRequest]]) -> Generator[Arrived]:
         """Yield the answers to questions.
 
         Tensors are those that were asked after last. The next parts are asked for already: the
         server looks at its digests while this end takes what it sent. A long question waits for
         the answers before it, else both ends might send and neither receive.
-        After an error, or where the caller stops early, this link is lost.
+        After an error, or where the caller stops early, this link is lost. Close what this returns:
+        until its end it keeps others from this link, and from closing it.
         """
         waiting: deque[ReadRequest] = deque()
         with self._lock:

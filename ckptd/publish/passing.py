@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -251,7 +251,7 @@ class Passing:
         number: int,
         asked: Iterable[ReadRequest],
         beat: Callable[[], object],
-    ) -> Iterator[Arrived]:
+    ) -> Generator[Arrived]:
         """Yield each buffer once it is filled, as `ServerLink.arrivals`; of workers, if possible.
 
         Parameters

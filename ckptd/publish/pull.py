@@ -14,8 +14,9 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
@@ -901,7 +902,7 @@ class _Giver:
                 yield ReadRequest(blocks, data, partial(_take_held, message, data))
 
         link, passing = self._link, self._passing
-        arrivals: Iterator[Arrived]
+        arrivals: Generator[Arrived]
         if not isinstance(link, ServerLink):
             reads = link.reads(number, (r[:2] for r in requests()))
             arrivals = (Arrived(d, len(d), True) for d in reads)
@@ -909,23 +910,24 @@ class _Giver:
             arrivals = passing.arrivals(link, number, requests(), beat)
         else:
             arrivals = link.arrivals(number, requests())
-        for data, nbytes, good, *_, passed in arrivals:
-            self._step()
-            message = asked.popleft()
-            report = PullReport(bytes_received=nbytes, bytes_passed=nbytes if passed else 0)
-            share = _Share(report=report)
-            if not good and again is None:
-                raise damaged(message[0][1].tensor.name)
-            if not good and again is not None:
-                again.append((message, data))
+        with closing(arrivals):  # it has the link's lock, also where an error keeps this frame
+            for data, nbytes, good, *_, passed in arrivals:
+                self._step()
+                message = asked.popleft()
+                report = PullReport(bytes_received=nbytes, bytes_passed=nbytes if passed else 0)
+                share = _Share(report=report)
+                if not good and again is None:
+                    raise damaged(message[0][1].tensor.name)
+                if not good and again is not None:
+                    again.append((message, data))
+                    yield share
+                    continue
+                at = 0
+                for _, incoming, block, dtype in message:
+                    end = at + block.block.numel * dtype.itemsize
+                    share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
+                    at = end
                 yield share
-                continue
-            at = 0
-            for _, incoming, block, dtype in message:
-                end = at + block.block.numel * dtype.itemsize
-                share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
-                at = end
-            yield share
 
     def _messages(self, limit: int) -> Iterator[tuple[_Message, int]]:
         """Yield what is asked for at a time, and how many bytes it is."""

@@ -28,7 +28,7 @@ from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.priority import LAST
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.elastic.workerend import LauncherEnd
-from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
+from ckptd.errors import CkptdError, CorruptError, MismatchError, StoreError, UsageError
 from ckptd.lay.bind import FilledGlobs, with_globs
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
@@ -52,7 +52,7 @@ from ckptd.publish.messages import (
 from ckptd.publish.pull import _MOST_UNKNOWN, StagedPull, _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.reshard.layouts import read_text
-from tests.processes import lives, until
+from tests.processes import PATIENCE_S, lives, until
 from tests.reshard.torch.layout.jobs import PROGRAM, Tree, differing, whole
 from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
 
@@ -127,6 +127,26 @@ def test_only_what_changed_travels(pair: Pair) -> None:
     assert pair.update().bytes_needed == pair.full[CHANGED].nbytes
     pair.publish()
     assert pair.update().bytes_needed == 0
+
+
+def test_connections_end_after_an_error_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frames had what reads from a connection, which kept the lock that the end waits for."""
+    pair = Pair(tmp_path / "at", far=True)
+    try:
+        pair.publish()
+        with monkeypatch.context() as broken, pytest.raises(CorruptError) as held:
+            broken.setattr("ckptd.publish.link.incoming_digest", lambda *_: b"another")
+            pair.subscriber.update(wait_s=30)
+        ending = threading.Thread(target=pair.subscriber._disconnect, daemon=True)
+        ending.start()
+        ending.join(PATIENCE_S / 4)
+        assert not ending.is_alive()
+        assert held.value.__traceback__ is not None
+        pair.update()
+    finally:
+        pair.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities are of threads on Linux alone")
