@@ -69,8 +69,8 @@ class NodeAgent:
         """When the trainers of ranks came and were found dead whose next life is not over."""
         self._goodbyes: dict[int, float] = {}
         """When the last trainer of each rank came that has said goodbye."""
-        self._ending = threading.Event()
-        self._at_once = threading.Event()
+        self._ending = False
+        self._at_once = False
 
     def end(self, *, now: bool = False) -> None:
         """Wait for no new trainer: end as soon as those here have ended. For a signal handler.
@@ -80,14 +80,14 @@ class NodeAgent:
         now
             Leave the trainers; what they have handed over is brought where it should be.
         """
-        if now:
-            self._at_once.set()
-        self._ending.set()
+        # No events: the lock of one is not for a handler that another signal may interrupt.
+        self._at_once = self._at_once or now
+        self._ending = True
 
     @property
     def ending(self) -> bool:
         """Whether it was asked to end."""
-        return self._ending.is_set()
+        return self._ending
 
     def run(self) -> None:
         """Serve; returns at the end."""
@@ -201,8 +201,8 @@ class NodeAgent:
     def _may_end(self) -> bool:
         with self._lock:
             busy = bool(self._sessions)
-            over = self._ending.is_set() or (not self._stay and time.monotonic() > self._until)
-        if (busy and not self._at_once.is_set()) or not over:
+            over = self._ending or (not self._stay and time.monotonic() > self._until)
+        if (busy and not self._at_once) or not over:
             return False
         try:
             with locked(self._place):
@@ -215,7 +215,7 @@ class NodeAgent:
         # A process that looked for an agent before we had the lock is connected by now.
         self._accept()
         with self._lock:
-            if self._sessions and not self._at_once.is_set():
+            if self._sessions and not self._at_once:
                 return False
         self._listener.close()
         self._place.socket.unlink(missing_ok=True)
@@ -245,7 +245,7 @@ class NodeAgent:
             ranks = tuple(sorted(worker.rank for worker in self._workers.values()))
             left = max(0.0, self._until - time.monotonic())
             nears = list(self._nears.values())
-        awaited = bool(ranks) or (self._stay and not self._ending.is_set())
+        awaited = bool(ranks) or (self._stay and not self._ending)
         return AgentContents(
             job=self._place.job,
             node=self._place.node,
@@ -254,8 +254,8 @@ class NodeAgent:
             ranks=ranks,
             snapshots=tuple(s for near in nears for s in _kept_snapshots(near)),
             folder=next((near.folder for near in nears if near.folder), None),
-            ends_in_s=None if awaited else 0.0 if self._ending.is_set() else left,
-            ending=self._ending.is_set(),
+            ends_in_s=None if awaited else 0.0 if self._ending else left,
+            ending=self._ending,
         )
 
 

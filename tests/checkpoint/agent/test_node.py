@@ -132,6 +132,37 @@ def test_a_terminated_agent_awaits_its_trainers_and_nobody_else(root: str) -> No
     assert newest_at(root) == 1
 
 
+TWO_SIGNALS = """
+import signal, sys
+from ckptd.checkpoint.agent.node import NodeAgent, end_on_signals
+
+for line in range(1, 60):
+    agent, left = NodeAgent(None, None), line
+
+    def trace(frame, event, _):
+        global left
+        left -= event == "line"
+        if event == "line" and left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    end_on_signals(agent)
+    sys.settrace(trace)
+    signal.raise_signal(signal.SIGTERM)
+    sys.settrace(None)
+    assert agent.ending
+    if left > 0:
+        break
+else:
+    raise SystemExit("the second signal came within the first one's handler to the last")
+"""
+
+
+def test_a_second_signal_at_any_line_of_the_first_ones_handler_stops_nothing() -> None:
+    """The lock of an event that the handler set would be waited for by the thread that has it."""
+    subprocess.run([sys.executable, "-c", TWO_SIGNALS], check=True, timeout=PATIENCE_S)
+
+
 def test_visitors_and_trainers_that_cannot_begin_do_not_end_what_is_kept(
     root: str, tmp_path: Path
 ) -> None:
