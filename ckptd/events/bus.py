@@ -87,7 +87,7 @@ class Subscription:
 
 
 _subscribers: tuple[Subscription, ...] = ()
-_changing = threading.Lock()
+_changing = threading.RLock()  # of the thread that a signal handler stopped there, say
 _first: list[Callable[[], None]] = []
 
 
@@ -159,7 +159,7 @@ def _after_fork() -> None:
     """Forget the parent's subscribers: their threads did not come along."""
     global _subscribers, _changing
     _subscribers = ()
-    _changing = threading.Lock()
+    _changing = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -17,7 +17,7 @@ FOLDER_VARIABLE = "CKPTD_EVENTS"
 """Environment variable that names a folder: processes that find it there write their events."""
 
 _open: dict[Path, Recording] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # an event in a signal handler may be the first, and record
 
 
 class Recording:
@@ -112,7 +112,7 @@ def _close_all() -> None:
 def _after_fork() -> None:
     """Start afresh in a child: files and threads are the parent's."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _open.clear()
     at_first_event(_from_environment)
 

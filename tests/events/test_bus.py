@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from ckptd import events
 from ckptd.events import SaveBegun
 from ckptd.events.event import AnyEvent
+from tests.processes import PATIENCE_S
 
 
 def begun(step: int = 1) -> SaveBegun:
@@ -81,3 +86,49 @@ def test_only_those_who_asked_hear_of_other_processes() -> None:
     second.close()
     assert [e.step for e in own] == [1]
     assert [e.step for e in all_] == [1, 2]
+
+
+WITHIN_RECORD = """
+import sys
+from ckptd import events
+from ckptd.events import SaveBegun, bus, recording
+
+def emit():
+    events.emit(SaveBegun(step=1, generation=1, attempt="a", rank=0, at_ns=events.now_ns()))
+
+def trace(frame, event, _):
+    global left
+    if frame.f_code.co_filename not in (bus.__file__, recording.__file__):
+        return None
+    left -= event == "line"
+    if event == "line" and left == 0:
+        emit()
+    return trace
+
+for line in range(1, 200):
+    bus._first.append(recording._from_environment)  # as in a new process
+    left = line
+    sys.settrace(trace)
+    found = events.record(sys.argv[1])
+    sys.settrace(None)
+    found.close()
+    for each in list(recording._open.values()):
+        each.users = 0
+        each.close()
+    recording.os.environ["CKPTD_EVENTS"] = sys.argv[2]
+    if left > 0:
+        break
+else:
+    raise SystemExit("an event came within record() to the last")
+"""
+
+
+def test_the_first_event_may_come_at_any_line_of_what_begins_to_record(tmp_path: Path) -> None:
+    """As from a signal handler: it begins to record as well, and waited for the frame below it."""
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    subprocess.run(
+        [sys.executable, "-c", WITHIN_RECORD, *folders],
+        check=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "CKPTD_EVENTS": folders[1]},
+    )
