@@ -93,7 +93,8 @@ class Ledger:
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         with self._changed:
             memory = self._take(size) or pages(size)
-            self._out += len(memory)
+            size = len(memory)
+            self._out += size
             self.peak = max(self.peak, self._out)
         # What is watched is not the mapping itself, which is to be handed out again.
         buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
@@ -112,8 +113,9 @@ class Ledger:
         return None
 
     def _back(self, memory: mmap.mmap) -> None:
+        size = len(memory)  # a call, after which Python may collect: not between the two below
         with self._changed:
-            self._out -= len(memory)
+            self._out -= size
             self._idle.append(memory)
             self._changed.notify_all()
 
