@@ -68,6 +68,7 @@ def train(world: World, folder: Path, kept: KeptGradients) -> None:
             sampler.advance()
             note(done=sampler.step)
             checkpointer.save(sampler.step, state)
+    del ddp  # before its group: see docs/guide/in-process.md
     dist.destroy_process_group()
 
 

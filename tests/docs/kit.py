@@ -149,15 +149,19 @@ def run(code: str, page: str, line: int) -> None:
             text = text.replace("s3://bucket", f"{folder}/bucket")
         text = re.sub(r"\b10_000\b", str(LENGTH), text).replace("time.sleep(0.05)", "")
         given = {"__name__": "__main__", **names(folder)}
-        prepare(text, given)
-        # Line numbers of a traceback are those of the page.
-        with contextlib.suppress(Enough):
-            exec(compile("\n" * line + text, page, "exec"), given)
-        for value in list(given.values()):
-            if isinstance(value, ckptd.Checkpointer):
-                value.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        try:
+            prepare(text, given)
+            # Line numbers of a traceback are those of the page.
+            with contextlib.suppress(Enough):
+                exec(compile("\n" * line + text, page, "exec"), given)
+            for checkpointer in [v for v in given.values() if isinstance(v, ckptd.Checkpointer)]:
+                checkpointer.close()
+        finally:
+            # Before its group: a reducer of DDP that is the last to hold one of gloo waits for
+            # threads with the GIL, which they may want, and the process hangs.
+            given.clear()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def main() -> None:
@@ -171,8 +175,6 @@ def main() -> None:
         except BaseException:  # noqa: BLE001 - whatever a page does
             failed += 1
             traceback.print_exc()
-            if dist.is_initialized():
-                dist.destroy_process_group()
     sys.exit(failed)
 
 

@@ -94,6 +94,33 @@ def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.returncode == 0, done.stderr
 
 
+UNDER_WAY = """
+import torch.distributed as dist
+
+others = {}  # of a function of this block, what it has would not go when the block ends
+exec('''
+import threading, time
+main, held = threading.get_ident(), threading.Event()
+def hold(_):
+    if threading.get_ident() != main:
+        held.set()
+        time.sleep(1)
+''', others)
+while not others["held"].is_set():
+    dist.all_reduce(torch.ones(1 << 20), async_op=True).get_future().then(others["hold"])
+"""
+
+
+@pytest.mark.parametrize("last", ["", "raise ValueError('mine')\n"])
+def test_a_block_ends_whose_collective_is_still_under_way(tmp_path: Path, last: str) -> None:
+    """A reducer that was the last to hold their group waited for threads that wanted the GIL."""
+    given = {"page": "page", "blocks": [(1, UNDER_WAY + last)]}
+    (tmp_path / "blocks.json").write_text(json.dumps(given))
+    done = programs.run(ROOT / "tests/docs/kit.py", "blocks.json", cwd=tmp_path)
+    assert done.returncode == bool(last), done.stderr
+    assert "mine" in done.stderr or not last
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """Command lines of ckptd in indented blocks, one each."""
     for page in PAGES:

@@ -41,6 +41,7 @@ while True:
         break
     time.sleep(0.02)
 print(f"{world}: done", flush=True)
+del model  # before its group: see docs/guide/in-process.md
 dist.destroy_process_group()
 """
 

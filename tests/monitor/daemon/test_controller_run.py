@@ -35,6 +35,7 @@ while going:
     time.sleep(0.02)
     going.fill_(float(dist.get_rank() > 0 or not os.path.exists(sys.argv[1])))
     dist.broadcast(going, 0)
+del model  # before its group: see docs/guide/in-process.md
 dist.destroy_process_group()
 """
 

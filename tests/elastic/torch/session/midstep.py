@@ -139,6 +139,7 @@ def train(world: World, folder: Path, kept: KeptGradients) -> str:
             note(done=sampler.step, samples=samples, loss=loss_sum, parameters=digest(model))
             stops.at("saved")
             stops.steps += 1
+    del ddp  # before its group: see docs/guide/in-process.md
     dist.destroy_process_group()
     return digest(model)
 
