@@ -1014,7 +1014,9 @@ class StateMachine:
             f"{self.settings.max_restarts}; {last}",
             "requeue": f"{fruitless}. Submit the job again",
         }
-        text = f"{texts[kind]}. The last committed step is {self.step}."
+        # A save that ended just now may not have been heard of.
+        known = f"Step {self.step} or a later one is" if self.step else "No step is known to be"
+        text = f"{texts[kind]}. {known} committed."
         self._become(State.ABORTED, text, now)
         self._out.append(Abort(kind=kind, text=text, code=self._code))
 
