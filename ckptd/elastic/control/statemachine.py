@@ -1014,7 +1014,7 @@ class StateMachine:
             f"{self.settings.max_restarts}; {last}",
             "requeue": f"{fruitless}. Submit the job again",
         }
-        # A save that ended just now may not have been heard of.
+        # Of a save that has just ended the controller may know nothing yet.
         known = f"Step {self.step} or a later one is" if self.step else "No step is known to be"
         text = f"{texts[kind]}. {known} committed."
         self._become(State.ABORTED, text, now)
