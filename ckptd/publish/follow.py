@@ -16,7 +16,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -58,6 +58,7 @@ from ckptd.publish.stored import (
     BlockMap,
     StoredRank,
     StoredVersion,
+    claim_key,
     data_key,
     numbers_of,
     open_place,
@@ -225,7 +226,10 @@ class Mirror:
         return needed[wrong]
 
     def _share(self, number: int) -> StoredShare:
-        return self._place.version(number).shares[self._rank]
+        shares = self._place.version(number).shares
+        if self._rank >= len(shares):
+            raise _damaged(self._place.name_of(number), f"{len(shares)} ranks")
+        return shares[self._rank]
 
     def _steps(self, number: int) -> Iterator[tuple[str, int, NDArray[np.bool_]]]:
         """Yield what is read, and for which blocks: from what each is of, or from an anchor."""
@@ -294,7 +298,14 @@ class Mirror:
             data = self._place.get(key, first, last)
             self._fill(number, kind, found, starts, ends, first, memoryview(data))
 
-        list(self._place.pool.map(piece, pieces))
+        made = [self._place.pool.submit(piece, p) for p in pieces]
+        try:
+            for one in made:
+                one.result()
+        finally:  # none of them fills a block later on, when others are in it
+            for one in made:
+                one.cancel()
+            wait(made)
         self.received += sum(int(ends[p[-1]] - starts[p[0]]) for p in pieces)
         self._held[blocks] = number
 
@@ -397,7 +408,8 @@ class StoredWeights:
             if number not in self._versions:
                 key = version_key(int(self.entry.address or 0), number)
                 found = unsealed(self._store.get(key), VERSION, key)
-                if (found.epoch, found.number) != (self.entry.epoch, number):
+                at = found.epoch, found.number
+                if at != (self.entry.epoch, number) or not 0 <= found.base < number:
                     raise CorruptError("a manifest is of another version", where=key)
                 self._versions[number] = found
             return self._versions[number]
@@ -410,7 +422,9 @@ class StoredWeights:
                 info = self._store.last(VERSIONS)
                 if info is not None:
                     generation, number = numbers_of(info.key)
-                    if str(generation) != self.entry.address:
+                    if generation < int(self.entry.address or 0) and self._is_claimed():
+                        info = None  # the listing is older than what was found before
+                    elif str(generation) != self.entry.address:
                         found = unsealed(self._store.get(info.key), VERSION, info.key)
                         self.at(ServerEntry("", str(generation), "", found.epoch))
                         than = 0
@@ -421,6 +435,10 @@ class StoredWeights:
             if left <= 0:
                 return Newest(0, -1)
             time.sleep(min(_LOOK_S, left))
+
+    def _is_claimed(self) -> bool:
+        """Whether the claim of the publisher is still there; else its place was emptied."""
+        return self._store.exists(claim_key(int(self.entry.address)))
 
     def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
         """Answer as rank 0's server does; a version needs no hold here."""

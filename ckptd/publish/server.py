@@ -305,24 +305,28 @@ class PublishServer:
                 lambda: math.isfinite(self._hold_until),
                 lambda: time.monotonic() >= self._hold_until,
             )
-        except CkptdError as error:
-            _log.warning("nothing more is stored: %s", error.message)
-            self._reply(PlaceLost(error.to_dict()))
+        except Exception as error:  # noqa: BLE001 (the trainer is told, whatever it is)
+            known = error if isinstance(error, CkptdError) else ProcessError(repr(error))
+            _log.warning("nothing more is stored: %s", known.message)
+            self._reply(PlaceLost(known.to_dict()))
 
     def _store_all(self, opening: Opening, store: Store) -> None:
         """Write the share of this rank in each version that the leader says."""
         step_back(LATER)
         number = 0
         while not self._ended.is_set():
+            share: StoredShare | None = None
             try:
                 order = self._ordered(number)
-                if order.number:
-                    number = order.number
-                    self._stored(opening.rank, number, self._share(opening.rank, order, store))
-            except Exception as error:  # noqa: BLE001 (the leader waits for this share)
+                if not order.number:
+                    continue
+                number = order.number
+                try:
+                    share = self._share(opening.rank, order, store)
+                finally:  # whatever it is: the leader waits for this share
+                    self._stored(opening.rank, number, share)
+            except Exception as error:  # noqa: BLE001 (the next version may do)
                 _log.warning("a version is not stored: %s", error)
-                with contextlib.suppress(CkptdError):
-                    self._stored(opening.rank, number, None)
                 self._ended.wait(_TICK_S)
 
     def _ordered(self, than: int) -> StoreOrder:
@@ -479,17 +483,19 @@ class PublishServer:
         """Digest a version block by block, for workers that hold another one."""
         step_back(LATER)  # workers that hold a version wait for it
         whole: dict[str, list[bytes]] | None = None
-        with contextlib.suppress(NotFoundError):
-            with self.reading(number) as slot:
-                found = self._digested_beside(number, slot)
-            whole = found  # nothing was written meanwhile: else these are of two versions
-        with self._digested:
-            self._pending.discard(number)
-            if whole is not None:
-                self._digests[number] = whole
-            while len(self._digests) > _KEPT_DIGESTS:
-                self._digests.popitem(last=False)
-            self._digested.notify_all()
+        try:
+            with contextlib.suppress(NotFoundError):
+                with self.reading(number) as slot:
+                    found = self._digested_beside(number, slot)
+                whole = found  # nothing was written meanwhile: else these are of two versions
+        finally:
+            with self._digested:
+                self._pending.discard(number)
+                if whole is not None:
+                    self._digests[number] = whole
+                while len(self._digests) > _KEPT_DIGESTS:
+                    self._digests.popitem(last=False)
+                self._digested.notify_all()
 
     def _digested_beside(self, number: int, slot: Slot) -> dict[str, list[bytes]]:
         """Digest all blocks, and find what changed in those that workers ask deltas of."""

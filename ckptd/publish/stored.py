@@ -34,7 +34,7 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.publish.blocks import BLOCK_BYTES
-from ckptd.publish.deltas import NOTHING, encode
+from ckptd.publish.deltas import encode
 from ckptd.publish.messages import PublishedAbout, PublishedTensor, StoredShare, StoreOrder
 from ckptd.publish.versions import VersionTable
 from ckptd.store.base import RetrySpec, Store, StoreSpec
@@ -50,9 +50,14 @@ BEAT_S = 5.0
 GONE_S = 20.0
 """A publisher without one for so long is gone, by the clock of the one that waits."""
 _TICK_S = 0.5
+_ABSENT_S = 60.0
+"""For so long not all ranks' servers may ask what to write, in seconds."""
 _LAST_S = 900.0
 """A version is given up after so long where the trainer is gone, in seconds."""
 _KEY = re.compile(r"[a-z]+/([0-9]{8})(?:-([0-9]{12}))?")
+_DATA_KEY = re.compile(
+    r"data/([0-9]{8})/(?:about|rank-[0-9]{8}|([0-9]{12})/[0-9]{8}-(?:full|delta))"
+)
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -126,6 +131,11 @@ def unsealed(raw: bytes, decoder: Decoder[T], where: str) -> T:
 def open_place(url: str) -> Store:
     """Open the store of a place; errors as `ckptd.store.open_store`."""
     return StoreSpec(url).wrapped(RetrySpec(deadline_s=30.0)).open()
+
+
+def claim_key(generation: int) -> str:
+    """Return the name of a claim."""
+    return f"{CLAIMS}{generation:08d}"
 
 
 def version_key(generation: int, number: int) -> str:
@@ -269,7 +279,7 @@ class ShareWriter:
             same, blocks.starts, blocks.ends, blocks.sizes, strict=True
         ):
             delta = b"" if rests else encode(old[start:end], new[start:end], int(size))
-            out.append(b"" if delta == NOTHING else delta)
+            out.append(delta)
             left -= len(delta)
             if left < 0:
                 return None
@@ -331,18 +341,24 @@ class StoreDesk:
                 "this store lacks atomic create-if-absent", kind="no-create-only", where=store.url
             )
         end, seen, since = time.monotonic() + wait_s, Claim("", ""), time.monotonic()
+        taken = 0  # the newest generation: listings may be late, and claims deleted by hand
         while True:
-            newest = store.last(CLAIMS)
+            listed = [store.last(CLAIMS), store.last(VERSIONS)]
+            numbers = [0 if i is None else numbers_of(i.key)[0] for i in listed]
+            taken = max(taken, *numbers)
             try:
-                found = None if newest is None else self._read(newest.key)
-            except NotFoundError:  # its publisher has made a newer one meanwhile
-                if time.monotonic() > end + GONE_S:
-                    raise
-                time.sleep(_TICK_S)
-                continue
+                found = self._read(claim_key(taken)) if taken else None
+            except NotFoundError:
+                found = None
+                if numbers[0] == taken:  # its publisher has made a newer one meanwhile
+                    if time.monotonic() > end + GONE_S:
+                        raise
+                    time.sleep(_TICK_S)
+                    continue
             now = time.monotonic()
             if found is None or found.closed or (found == seen and now - since > GONE_S):
-                if self._create_claim(0 if newest is None else numbers_of(newest.key)[0]):
+                taken = self._create_claim(taken)
+                if taken == self.generation:
                     return
                 continue
             if found != seen:
@@ -361,17 +377,14 @@ class StoreDesk:
     def _read(self, key: str) -> Claim:
         return unsealed(self._store.get(key), CLAIM, key)
 
-    def _create_claim(self, above: int) -> bool:
-        version = self._store.last(VERSIONS)
-        if version is not None:  # claims may have been deleted by hand
-            above = max(above, numbers_of(version.key)[0])
+    def _create_claim(self, above: int) -> int:
+        """Take the next generation, and return its number; `generation` says whether it is ours."""
         try:
-            key = f"{CLAIMS}{above + 1:08d}"
-            self._store.put(key, sealed(self._claim), create_only=True)
+            self._store.put(claim_key(above + 1), sealed(self._claim), create_only=True)
         except ConflictError:
-            return False
+            return above + 1
         self.generation = above + 1
-        return True
+        return self.generation
 
     def _beat(self, **more: bool) -> None:
         """Give a sign of life when it is time to.
@@ -388,7 +401,7 @@ class StoreDesk:
         if newest is not None and numbers_of(newest.key)[0] > self.generation:
             raise self._superseded()
         self._claim = msgspec.structs.replace(self._claim, beat=self._claim.beat + 1, **more)
-        self._store.put(f"{CLAIMS}{self.generation:08d}", sealed(self._claim))
+        self._store.put(claim_key(self.generation), sealed(self._claim))
 
     def _superseded(self) -> ConflictError:
         return ConflictError(
@@ -474,6 +487,8 @@ class StoreDesk:
             with self._change:
                 if leaving() and time.monotonic() > begun + _LAST_S:
                     self._failed = "the trainer is gone, and not all of its servers answer"
+                if len(self._ranks) < self._world and time.monotonic() > begun + _ABSENT_S:
+                    self._failed = "not all ranks' servers ask what to write"
                 done = self._change.wait_for(
                     lambda: bool(self._failed) or len(self._shares) == self._world, _TICK_S
                 )
@@ -496,6 +511,8 @@ class StoreDesk:
             raw = sealed(about)
             self._store.put(data_key(self.generation, "about"), raw)
             self._written = digest(raw)
+        if not self._written:
+            raise CkptdError("what is published is not known yet")
         shares = tuple(self._shares[rank] for rank in range(self._world))
         epoch, base = self._claim.epoch, self._base
         raw = sealed(StoredVersion(epoch, number, step, base, time.time(), self._written, shares))
@@ -517,14 +534,14 @@ class StoreDesk:
         store, oldest = self._store, (self.generation, self._anchors[0])
         keys = [i.key for i in store.list(VERSIONS) if numbers_of(i.key) < oldest]
         store.delete(keys)
-        mine, first = data_key(self.generation, ""), data_key(self.generation, "", oldest[1])
-        store.delete(
-            [
-                info.key
-                for info in store.list(DATA)
-                if info.key < mine or (info.key.startswith(f"{mine}0") and info.key < first)
-            ]
-        )
+        old = []
+        for info in store.list(DATA):
+            found = _DATA_KEY.fullmatch(info.key)  # others may have objects below that name
+            if found is not None:
+                generation, number = int(found[1]), found[2]
+                if generation < oldest[0] or (number and (generation, int(number)) < oldest):
+                    old.append(info.key)
+        store.delete(old)
         store.delete([i.key for i in store.list(CLAIMS) if numbers_of(i.key)[0] < oldest[0]])
 
 

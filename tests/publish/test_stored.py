@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,9 +23,20 @@ from ckptd.errors import (
     TransientStoreError,
 )
 from ckptd.publish import stored
+from ckptd.publish.blocks import BlockDigests
 from ckptd.publish.follow import StoredWeights
-from ckptd.publish.messages import AskAbout, Opening, PublishedAbout, PublishedTensor
+from ckptd.publish.messages import (
+    AskAbout,
+    Opening,
+    PlaceLost,
+    PublishedAbout,
+    PublishedTensor,
+    StoredShare,
+    StoreOrder,
+)
+from ckptd.publish.server import PublishServer
 from ckptd.publish.stored import ShareWriter, StoreDesk
+from ckptd.publish.versions import VersionTable
 from ckptd.store import open_store
 from ckptd.store.base import Store
 from tests.lay.test_copies import composed
@@ -364,3 +376,198 @@ def test_whatever_ends_a_share_its_version_is_given_up_and_the_next_is_stored(
             for thread in threads:
                 thread.join(20.0)
     assert [i.key[-12:] for i in store.list(stored.VERSIONS)] == [f"{2:012d}"]
+
+
+def test_no_request_of_a_pull_that_failed_fills_a_mirror_later_on(
+    world: StoredWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would change a block that another pull has proved since."""
+    place, get = StoredWeights(world.store.url), StoredWeights.get
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(self: StoredWeights, key: str, start: int, end: int) -> bytes:
+        if "full" not in key or not start:
+            return get(self, key, start, end)
+        if start < 2000:  # of two pieces the first
+            assert begun.wait(20.0)
+            raise TransientStoreError("injected")
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+        return get(self, key, start, end)
+
+    with closing(place), monkeypatch.context() as patch:
+        patch.setattr(StoredWeights, "get", slow)
+        number = place.newest(0, 0.0).number
+        with pytest.raises(TransientStoreError):
+            place.pull(world.plans[0], number, None, lambda: None)
+        assert ended.is_set()
+
+
+def test_a_listing_that_is_late_brings_no_older_publisher_back(
+    world: StoredWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, place = world.store, world.places[0]
+    before = store.last(stored.VERSIONS)
+    assert before is not None
+    raw = store.get(before.key)
+    world.restart()
+    world.publish("few")
+    world.update()
+    store.put(before.key, raw)
+    with monkeypatch.context() as patch:
+        patch.setattr(place._store, "last", lambda prefix: before)
+        assert place.newest(world.held, 0.0).number == 0
+    assert place.entry.epoch == world.publisher.epoch
+    # A place that was emptied begins with the first generation again.
+    world.publisher.close()
+    store.delete(keys(world))
+    world.publisher, world.held = world._publisher(), 0
+    world.publish("few")
+    assert world.publisher.desk.generation == 1 < int(place.entry.address)
+    world.update()
+
+
+@pytest.mark.parametrize("what", ["a base that is itself", "no shares"])
+def test_a_manifest_that_leads_nowhere(world: StoredWorld, what: str) -> None:
+    for _ in range(2):
+        world.publish("few")
+    key = stored.version_key(world.publisher.desk.generation, world.number)
+    found = stored.unsealed(world.store.get(key), stored.VERSION, key)
+    more: dict[str, Any] = {"shares": ()} if what == "no shares" else {"base": found.number}
+    world.store.put(key, stored.sealed(msgspec.structs.replace(found, **more)))
+    with pytest.raises(CorruptError):
+        place = world.places[0]
+        place.pull(world.plans[0], place.newest(world.held, 0.0).number, None, lambda: None)
+
+
+def unlisted(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    """Have the listing of claims be late."""
+    last = store.last
+    monkeypatch.setattr(store, "last", lambda p: None if p == stored.CLAIMS else last(p))
+
+
+def test_a_publisher_whose_claim_no_listing_shows_keeps_its_place(
+    world: StoredWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "BEAT_S", 0.05)
+    world.publisher.desk._next_beat = 0.0
+    unlisted(monkeypatch, world.store)
+    with pytest.raises(ConflictError) as caught:
+        world._publisher()
+    assert caught.value.kind == "busy"
+
+
+def desk_of(store: Store, world: int = 1) -> StoreDesk:
+    """Return a desk that has nothing stored yet."""
+    about = PublishedAbout("e", world, "", {})
+    return StoreDesk(store, uuid.uuid4().hex, world, VersionTable(2, 60.0), lambda: about, 4, 2)
+
+
+def test_a_claim_that_no_listing_shows_is_waited_for_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = in_memory()
+    desk_of(store).claim(1.0)
+    monkeypatch.setattr(stored, "GONE_S", 0.2)
+    unlisted(monkeypatch, store)
+    second = desk_of(store)
+    second.claim(1.0)
+    assert second.generation == 2
+
+
+def test_what_others_keep_below_a_place_stays(world: StoredWorld) -> None:
+    names = ["data/00000/part-0", "data/00000000/readme", "data/00000001/000000000001/00000000-x"]
+    for name in names:
+        world.store.put(name, b"of somebody else")
+    for _ in range(13):
+        world.publish("few")
+    assert set(names) <= set(keys(world, stored.DATA))
+    assert not world.store.exists(share(world, "full", 1))
+
+
+def test_a_rank_whose_server_never_asks_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_ABSENT_S", 0.3)
+    monkeypatch.setattr(stored, "_TICK_S", 0.05)
+    desk, ends = desk_of(in_memory(), world=2), threading.Event()
+    desk.claim(5.0)
+    thread = threading.Thread(target=desk.run, args=(ends.is_set, ends.is_set))
+    thread.start()
+    try:
+        desk._book.place(1, 1)
+        desk._book.commit(1)
+        assert desk.next(0, 20.0, "rank 0").number == 1
+        desk.done(0, 1, StoredShare(1, 0, b"", b""))
+        until(lambda: desk._book.held == 0, "given up", within_s=20.0)
+    finally:
+        desk.gone("rank 0")
+        ends.set()
+        thread.join(20.0)
+
+
+def test_a_share_that_is_written_counts_whatever_its_rank_meets_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = {"a": np.arange(1000, dtype=np.float32)}
+    with closing(DeltaServer(array, "float32")) as rank:
+        server, store = rank.server, in_memory()
+        desk = server._desk = desk_of(store, world=2)
+        desk._book = server._book
+        desk.claim(5.0)
+        opening = Opening("e", 0, 2, b"s" * 16, "127.0.0.1", 0, "", 2, 60.0, 1.0)
+        ordered, met, ends = PublishServer._ordered, threading.Event(), threading.Event()
+
+        def lost(self: PublishServer, than: int) -> StoreOrder:
+            if than == 1 and not met.is_set():
+                met.set()
+                raise TransientStoreError("injected")
+            return ordered(self, than)
+
+        monkeypatch.setattr(PublishServer, "_ordered", lost)
+        threads = [
+            threading.Thread(target=desk.run, args=(ends.is_set, ends.is_set)),
+            threading.Thread(target=server._store_all, args=(opening, store)),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            server._book.place(1, 1)
+            rank.publish(1, array)
+            server._book.commit(1)
+            assert desk.next(0, 20.0, "rank 1").number == 1
+            assert met.wait(20.0)
+            time.sleep(0.1)
+            desk.done(1, 1, StoredShare(1, 0, b"", b""))
+            until(lambda: desk._base == 1, "stored", within_s=10.0)
+        finally:
+            ends.set()
+            server._ended.set()
+            for thread in threads:
+                thread.join(20.0)
+
+
+def test_whatever_ends_a_desk_the_trainer_learns_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = desk_of(in_memory())
+
+    def broken(leaving: object, over: object) -> None:
+        raise ValueError("no CkptdError")
+
+    monkeypatch.setattr(desk, "run", broken)
+    with closing(DeltaServer({"a": np.arange(4)}, "int64")) as rank:
+        said: list[Any] = []
+        monkeypatch.setattr(rank.server, "_reply", said.append)
+        rank.server._decide(desk)
+    assert [type(s) for s in said] == [PlaceLost]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_digests_that_cannot_be_made_are_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no CkptdError")
+
+    monkeypatch.setattr(BlockDigests, "complete", broken)
+    with closing(DeltaServer({"a": np.arange(4)}, "int64")) as rank:
+        rank.publish(1, {"a": np.arange(4)})
+        rank.settle()
