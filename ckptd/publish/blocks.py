@@ -185,17 +185,19 @@ class BlockDigests:
         self,
         slot: SlotBytes,
         tensors: Mapping[str, PublishedTensor],
-        beside: Callable[[str, int], object] = lambda name, block: None,
+        beside: Callable[[str, int, U8], bytes] = lambda name, number, block: b"",
     ) -> dict[str, list[bytes]]:
         """Compute what nothing has needed yet, and return all; last first, as readers begin.
 
-        `beside` is called with each block of each tensor while its bytes are in the cache.
+        `beside` is called with each block of each tensor, and returns its digest if it has made it.
         """
-        for name in reversed(self._found):
+        for name, found in reversed(self._found.items()):
             data = tensor_bytes(slot, tensors[name])
-            for at in reversed(range(0, len(data), BLOCK_BYTES)):
-                self.of(name, data, (at, min(at + BLOCK_BYTES, len(data))))
-                beside(name, at // BLOCK_BYTES)
+            for number in reversed(range(len(found))):
+                at = number * BLOCK_BYTES
+                block = data[at : at + BLOCK_BYTES]
+                made = beside(name, number, block)
+                found[number] = found[number] or made or digest(block.data)
         return self._found
 
 

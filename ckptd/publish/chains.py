@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import UsageError
 from ckptd.publish.blocks import BLOCK_BYTES, tensor_bytes
-from ckptd.publish.deltas import WHOLE, apply, encode
+from ckptd.publish.deltas import NOTHING, WHOLE, apply, changed
 from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
 from ckptd.reshard.changes import Linear
 from ckptd.reshard.live.memory import ArrayMemory
@@ -175,7 +175,7 @@ class VersionDeltas:
     def block(self, tensor: PublishedTensor, cast: str, index: int) -> bytes | None:
         """Return the delta of a whole block; None as `of`."""
         if len(self._steps) == 1:
-            return self._found(tensor, cast, index)
+            return self.found(tensor, cast, index)[0]
         xor = self._xor(tensor, cast, range(index, index + 1))
         return None if xor is None else _of_xor(xor, dtype_of(cast or tensor.dtype))
 
@@ -190,7 +190,7 @@ class VersionDeltas:
         xor: U8 | None = np.zeros((end - blocks.start * per) * size, np.uint8)
         for index, at in zip(blocks, count(0, per * size), strict=False):
             found = [s.kept.get((tensor.name, cast, index), WHOLE) for s in self._steps[:-1]]
-            for delta in (*found, self._found(tensor, cast, index)):
+            for delta in (*found, self.found(tensor, cast, index)[0]):
                 if xor is None or delta is None or delta == WHOLE:
                     xor = None
                     break
@@ -199,22 +199,29 @@ class VersionDeltas:
             self._last = key, xor
         return xor
 
-    def _found(self, tensor: PublishedTensor, cast: str, index: int) -> bytes | None:
-        """Return the delta of the last step, found now where it is not kept."""
+    def found(
+        self, tensor: PublishedTensor, cast: str, index: int, *, rests: bool = False
+    ) -> tuple[bytes | None, bytes]:
+        """Return the delta of the last step, found now where it is not kept; see `deltas.changed`.
+
+        `rests`: nothing of the block has changed.
+        """
         step, key = self._steps[-1], (tensor.name, cast, index)
-        delta = step.kept.get(key)
+        delta, made = step.kept.get(key), b""
         if delta is None and self._old is not None and self._old.sealed == step.base:
-            try:
-                old, new = (_values(s, tensor, cast, index) for s in (self._old, self._new))
-            except UsageError:  # a value that does not fit, and that may be in no part asked for
-                return None
-            delta = encode(old, new, dtype_of(cast or tensor.dtype).itemsize)
-            if delta[:1] == WHOLE:
-                delta = WHOLE
+            if rests:
+                delta = NOTHING
+            else:
+                try:
+                    old, new = (_values(s, tensor, cast, index) for s in (self._old, self._new))
+                except UsageError:  # a value that does not fit, and may be in no part asked for
+                    return None, b""
+                delta, made = changed(old, new, dtype_of(cast or tensor.dtype).itemsize)
+                delta = WHOLE if delta is None else delta
             if (self._old.sealed, self._new.sealed) != (step.base, step.number):
-                return None  # of bytes that were written meanwhile
+                return None, b""  # of bytes that were written meanwhile
             self._book.keep(step, key, delta)
-        return None if delta == WHOLE else delta
+        return (None if delta == WHOLE else delta), b"" if cast else made
 
 
 def _values(slot: Slot, tensor: PublishedTensor, cast: str, index: int) -> U8:
@@ -229,5 +236,4 @@ def _values(slot: Slot, tensor: PublishedTensor, cast: str, index: int) -> U8:
 
 
 def _of_xor(xor: U8, dtype: DType) -> bytes | None:
-    delta = encode(np.zeros_like(xor), np.ascontiguousarray(xor), dtype.itemsize)
-    return None if delta[:1] == WHOLE else delta
+    return changed(np.zeros_like(xor), np.ascontiguousarray(xor), dtype.itemsize)[0]

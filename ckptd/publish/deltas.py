@@ -5,26 +5,33 @@ arithmetic are as any other bits, and deltas of successive versions are joined w
 either. Its first byte says which form is the smallest:
 
 - nothing: no more bytes;
-- sparse: which elements changed, as the number of elements between one and the next, and their XOR,
-  byte plane by byte plane: the sign and exponent of a weight hardly ever change;
+- sparse: which elements changed, and their XOR, byte plane by byte plane: the sign and exponent of
+  a weight hardly ever change;
 - planes: the XOR of all, byte plane by byte plane;
 - whole: the new bytes themselves.
 
-Streams of bytes are packed by zstd, each by itself, where that makes them fewer. What comes from
-elsewhere is checked before memory is taken for it.
+The n places of a sparse one stand as Elias and Fano code them: of each the low bits, so many as the
+second byte says, one after the other; then of the rest, in a row of bits, a one for each place
+behind as many zeros as it is above the one before. Where a bit an element takes no more, those
+stand there (second byte 255). A plane whose bytes are all the same is one byte; one that is skewed
+is packed by zstd. What comes from elsewhere is checked before memory is taken for it.
+
+Native code makes the sparse form in one pass, with the digest of the new bytes; numpy makes the
+same bytes where that is not built.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from ckptd.base.runtime.copier import differing
+from ckptd.base.runtime.copier import RunChange, change_of
 from ckptd.errors import CorruptError
 
 U8 = NDArray[np.uint8]
@@ -34,13 +41,14 @@ NOTHING, SPARSE, PLANES, WHOLE = b"\x00", b"\x01", b"\x02", b"\x03"
 WIDEST = 8
 """Bytes of an element, at most; of longer ones halves are compared."""
 
-_HEAD = struct.Struct("<BI")
+_HEAD = struct.Struct("<BBI")
 _LENGTH = struct.Struct("<I")
-_PACKED = 1 << 31
+_PACKED, _SAME = 1 << 31, 1 << 30
+_BITS = 255
+_MOST_LOW = 15
 _SPARSE_SHARE = 0.75
 _MAYBE_PLANES = 0.5
-_FAR_APART = 128
-"""Elements between changed ones on average, from where on two bytes tell it in less room."""
+_SAMPLE, _LEAST_PACKED = 256, 64
 _local = threading.local()  # contexts of zstd serve one thread each
 
 # A plane is skewed and has no repeats: short ones found by chance cost more than they save.
@@ -64,47 +72,105 @@ def encode(old: U8, new: U8, size: int) -> bytes:
     size
         1, 2, 4, 8, or a multiple of 8.
     """
+    delta, _ = changed(old, new, size)
+    return WHOLE + new.tobytes() if delta is None else delta
+
+
+def changed(old: U8, new: U8, size: int) -> tuple[bytes | None, bytes]:
+    """Return a delta as `encode`, None for the block as a whole; and the digest of the new bytes.
+
+    The latter is empty where it was not made.
+    """
     size = min(size, WIDEST)
     count = len(new) // size
-    found = differing(old, new, size, max(1, int(_SPARSE_SHARE * count)))
-    forms = [WHOLE + new.tobytes()] if found is None else [_sparse(*found, count)]
-    if found is None or len(found[0]) > _MAYBE_PLANES * count:
+    most = max(1, int(_SPARSE_SHARE * count))
+    found = change_of(old, new, size, most) or _changed(old, new, size, most)
+    delta = found.sparse
+    if not delta:
+        delta = NOTHING if delta is not None else None
+    elif _HEAD.unpack_from(delta)[2] <= _MAYBE_PLANES * count or not found.packs:
+        return _least(delta if not found.packs else _packed(found, size, count), new), found.digest
+    if found.packs:
         xor = (old ^ new).reshape(-1, size)
-        forms.append(PLANES + b"".join(_streams(xor[:, i] for i in range(size))))
-    least = min(forms, key=len)
-    return least if len(least) <= len(new) else WHOLE + new.tobytes()
+        planes = (_stream(xor[:, i].tobytes(), found.packs >> i & 1) for i in range(size))
+        delta = PLANES + b"".join(planes)
+    return delta if delta is None else _least(delta, new), found.digest
 
 
-def _sparse(gaps: NDArray[np.uint32], planes: U8, count: int) -> bytes:
-    if not len(gaps):
-        return NOTHING
-    width = 1 if len(gaps) * _FAR_APART > count else 2
-    words = _told(gaps, (1 << 8 * width) - 1).astype(f"<u{width}")
-    streams = _streams([*words.view(np.uint8).reshape(-1, width).T, *planes])
-    return _HEAD.pack(SPARSE[0] | width << 4, len(gaps)) + b"".join(streams)
+def _least(delta: bytes, new: U8) -> bytes | None:
+    return delta if len(delta) <= len(new) else None
 
 
-def _told(gaps: NDArray[np.uint32], more: int) -> NDArray[np.uint32]:
-    """Return numbers in words of which `more` is added to the next one."""
-    if not gaps.max() >= more:
-        return gaps
-    before, last = np.divmod(gaps, np.uint32(more))
-    ends = np.cumsum(before + 1, dtype=np.int64) - 1
-    out = np.full(int(ends[-1]) + 1, more, np.uint32)
-    out[ends] = last
-    return out
+def _changed(old: U8, new: U8, size: int, most: int) -> RunChange:
+    """Do as `change_of` does, by numpy."""
+    xor = old.view(f"<u{size}") ^ new.view(f"<u{size}")
+    at = np.flatnonzero(xor)
+    if not len(at):
+        return RunChange(b"", 0)
+    few = len(at) <= most
+    planes = (xor[at] if few else xor).view(np.uint8).reshape(-1, size).T
+    packs = sum(_is_skewed(plane) << i for i, plane in enumerate(planes))
+    if not few:
+        return RunChange(None, packs)
+    streams = []
+    for i, plane in enumerate(planes):
+        same = len(at) > 1 and bool(np.all(plane == plane[0]))
+        if same or len(at) < _LEAST_PACKED:
+            packs &= ~(1 << i)
+        head = _LENGTH.pack(1 | _SAME if same else len(plane))
+        streams.append(head + plane[: 1 if same else None].tobytes())
+    low, *_ = least = _places(len(at), len(xor))
+    head = _HEAD.pack(SPARSE[0], low, len(at))
+    if low == _BITS:
+        places = np.packbits(xor != 0, bitorder="little").tobytes()
+    else:
+        bits = (at.astype("<u2")[:, None] >> np.arange(low, dtype=np.uint16)) & 1
+        rest = np.zeros(8 * least[2], np.uint8)
+        rest[(at >> low) + np.arange(len(at))] = 1
+        places = b"".join(
+            np.packbits(x.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+            for x in (bits, rest)
+        )
+    return RunChange(head + places + b"".join(streams), packs)
 
 
-def _streams(planes: Iterable[U8]) -> Iterator[bytes]:
-    if not hasattr(_local, "packer"):
-        _local.packer = zstandard.ZstdCompressor(compression_params=_PLANES_ALONE)
-    for plane in planes:
-        raw = plane.tobytes()
+def _places(number: int, count: int) -> tuple[int, int, int]:
+    """Return low bits of each place, and bytes of all of these, and of the rest."""
+    bits, low = min((number * (i + 1) + (count - 1 >> i), i) for i in range(_MOST_LOW + 1))
+    if bits >= count:
+        return _BITS, 0, -(-count // 8)
+    return low, -(-number * low // 8), -(-(number + (count - 1 >> low)) // 8)
+
+
+def _is_skewed(plane: U8) -> bool:
+    """Tell by some bytes whether equal ones are more than at random."""
+    counts = np.bincount(plane[:: max(1, len(plane) // _SAMPLE)][:_SAMPLE])
+    drawn = int(counts.sum())
+    return bool((counts * (counts - 1)).sum() // 2 * 1024 > 3 * drawn * (drawn - 1))
+
+
+def _packed(found: RunChange, size: int, count: int) -> bytes:
+    """Pack the planes of a sparse form that are skewed."""
+    data = found.sparse or b""
+    number = _HEAD.unpack_from(data)[2]
+    at = _HEAD.size + sum(_places(number, count)[1:])
+    out = [data[:at]]
+    for i in range(size):
+        end = at + _LENGTH.size + (_LENGTH.unpack_from(data, at)[0] & ~_SAME)
+        packs = found.packs >> i & 1
+        out.append(_stream(data[at + _LENGTH.size : end], packs) if packs else data[at:end])
+        at = end
+    return b"".join(out)
+
+
+def _stream(raw: bytes, packs: int) -> bytes:
+    if packs:
+        if not hasattr(_local, "packer"):
+            _local.packer = zstandard.ZstdCompressor(compression_params=_PLANES_ALONE)
         packed = _local.packer.compress(raw)
         if len(packed) < len(raw):
-            yield _LENGTH.pack(len(packed) | _PACKED) + packed
-        else:
-            yield _LENGTH.pack(len(raw)) + raw
+            return bytes(_LENGTH.pack(len(packed) | _PACKED) + packed)
+    return _LENGTH.pack(len(raw)) + raw
 
 
 def apply(base: U8, delta: bytes | memoryview, size: int) -> None:
@@ -125,40 +191,43 @@ def apply(base: U8, delta: bytes | memoryview, size: int) -> None:
         return
     values = base.view(f"<u{size}")
     if delta[:1] == PLANES:
-        planes = _unpacked(delta[1:], [(len(values), len(values))] * size)
+        planes = _unpacked(delta[1:], len(values), size)
         values ^= _joined(planes, size)
         return
-    width = delta[0] >> 4 if len(delta) >= _HEAD.size and delta[0] & 15 == SPARSE[0] else 0
-    count = _HEAD.unpack_from(delta)[1] if width in (1, 2) else 0
-    if not 0 < count <= len(values):
+    count, number = len(values), 0
+    if len(delta) >= _HEAD.size and delta[:1] == SPARSE:
+        _, low, number = _HEAD.unpack_from(delta)
+    if not 0 < number <= count or _places(number, count)[0] != low:
         raise _no_delta("a form that there is, and so many elements")
-    more = (1 << 8 * width) - 1
-    told = (count, count + len(values) // more)
-    streams = _unpacked(delta[_HEAD.size :], [told] * width + [(count, count)] * size)
-    if len({len(s) for s in streams[:width]}) != 1:
-        raise _no_delta("words of one length")
-    words = _joined(streams[:width], width)
-    ends = words != more
-    if np.count_nonzero(ends) != count or not ends[-1]:
-        raise _no_delta(f"{count} elements")
-    at = np.cumsum(words, dtype=np.int64)[ends] + np.arange(count)
-    if at[-1] >= len(values):
+    ends = list(accumulate(_places(number, count)[1:], initial=_HEAD.size))
+    if len(delta) < ends[2]:
+        raise _no_delta("all of its places")
+    lows, rest = (np.frombuffer(delta[a:b], np.uint8) for a, b in pairwise(ends))
+    at = np.flatnonzero(np.unpackbits(rest, bitorder="little"))
+    if len(at) != number:
+        raise _no_delta(f"{number} elements", f"{len(at)} elements")
+    if low != _BITS:
+        bits = np.unpackbits(lows, count=number * low, bitorder="little").reshape(number, low)
+        at = (at - np.arange(number)) << low
+        for i in range(low):
+            at |= bits[:, i].astype(np.int64) << i
+    if at[-1] >= count or not np.all(at[1:] > at[:-1]):
         raise _no_delta("elements of the block")
-    values[at] ^= _joined(streams[width:], size)
+    values[at] ^= _joined(_unpacked(delta[ends[2] :], number, size), size)
 
 
-def _unpacked(data: memoryview, lengths: Sequence[tuple[int, int]]) -> list[U8]:
-    """Return streams, each of which has at least and at most so many bytes."""
+def _unpacked(data: memoryview, length: int, number: int) -> list[U8]:
+    """Return streams, each of which has so many bytes."""
     if not hasattr(_local, "opener"):
         _local.opener = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
     out: list[U8] = []
-    for least, most in lengths:
+    for _ in range(number):
         if len(data) < _LENGTH.size:
             raise _no_delta("all of its streams")
         said = int(_LENGTH.unpack_from(data)[0])
-        length = said & ~_PACKED
-        raw: bytes | memoryview = data[_LENGTH.size : _LENGTH.size + length]
-        if len(raw) != length:
+        end = _LENGTH.size + (said & ~(_PACKED | _SAME))
+        raw: bytes | memoryview = data[_LENGTH.size : end]
+        if len(data) < end:
             raise _no_delta("all of its streams")
         if said & _PACKED:
             try:
@@ -166,13 +235,14 @@ def _unpacked(data: memoryview, lengths: Sequence[tuple[int, int]]) -> list[U8]:
                 frame = zstandard.get_frame_parameters(raw, zstandard.FORMAT_ZSTD1_MAGICLESS)
                 if frame.content_size != zstandard.CONTENTSIZE_UNKNOWN:
                     raise _no_delta("streams that do not say their length", str(frame.content_size))
-                raw = _local.opener.decompress(raw, max_output_size=most, allow_extra_data=False)
+                raw = _local.opener.decompress(raw, max_output_size=length, allow_extra_data=False)
             except zstandard.ZstdError as error:
                 raise _no_delta("streams that unpack", str(error)[:200]) from None
-        if not least <= len(raw) <= most:
-            raise _no_delta(f"{least} to {most} bytes", f"{len(raw)} bytes")
-        out.append(np.frombuffer(raw, np.uint8))
-        data = data[_LENGTH.size + length :]
+        if len(raw) != (1 if said & _SAME else length):
+            raise _no_delta(f"{length} bytes", f"{len(raw)} bytes")
+        plane = np.frombuffer(raw, np.uint8)
+        out.append(np.broadcast_to(plane, length) if said & _SAME else plane)
+        data = data[end:]
     if len(data):
         raise _no_delta("no bytes behind it")
     return out

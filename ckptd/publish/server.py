@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.digest import digest
 from ckptd.base.net.address import Address, UnixAddress, listen_at
 from ckptd.base.net.connection import Connection
 from ckptd.base.net.door import Door
@@ -38,6 +39,7 @@ from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, NotFoundError, ProcessError, StoreError
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
 from ckptd.publish.chains import DeltaBook, VersionDeltas
+from ckptd.publish.deltas import NOTHING
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     MOST_BODY,
@@ -305,7 +307,7 @@ class PublishServer:
                 lambda: math.isfinite(self._hold_until),
                 lambda: time.monotonic() >= self._hold_until,
             )
-        except Exception as error:  # noqa: BLE001 (the trainer is told, whatever it is)
+        except Exception as error:  # noqa: BLE001 (the trainer learns of any)
             known = error if isinstance(error, CkptdError) else ProcessError(repr(error))
             _log.warning("nothing more is stored: %s", known.message)
             self._reply(PlaceLost(known.to_dict()))
@@ -500,12 +502,24 @@ class PublishServer:
     def _digested_beside(self, number: int, slot: Slot) -> dict[str, list[bytes]]:
         """Digest all blocks, and find what changed in those that workers ask deltas of."""
         casts, before = self._deltas.wanted(number), self._deltas.before(number)
+        with self._lock:
+            known = self._digests.get(before, {})
+        resting = True  # the block before is as it was: the older slot may not have to be read
         with self.changes(before, number, slot) as changes:
 
-            def beside(name: str, block: int) -> None:
-                for cast in casts.get(name, ()):
-                    if changes is not None:
-                        changes.block(self._tensors[name], cast, block)
+            def beside(name: str, block: int, data: U8) -> bytes:
+                nonlocal resting
+                same, made = False, b""
+                if changes is None or name not in casts:
+                    return made
+                if resting and name in known:
+                    made = digest(data.data)
+                    same = made == known[name][block]
+                for cast in casts[name]:
+                    delta, also = changes.found(self._tensors[name], cast, block, rests=same)
+                    made = made or also
+                    resting = delta == NOTHING
+                return made
 
             return self.digests(number).complete(slot, self._tensors, beside)
 

@@ -168,15 +168,15 @@ def test_what_is_written_while_it_is_compared_is_not_kept(
 ) -> None:
     world.publish("few")
     world.update()
-    book, encode = world.servers[0].server._deltas, chains.encode
+    book, found = world.servers[0].server._deltas, chains.changed
     old = world.servers[0].slots[world.number % 2]
 
-    def meanwhile(*args: object) -> bytes:
+    def meanwhile(*args: Any) -> tuple[bytes | None, bytes]:
         old.begin(77)  # the trainer fills it again
-        return encode(*args)
+        return found(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(chains, "encode", meanwhile)
+        patch.setattr(chains, "changed", meanwhile)
         world.publish("few")
         world.servers[0].settle()
     assert not book.between(world.held, world.number)[0].kept

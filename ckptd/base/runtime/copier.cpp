@@ -1,8 +1,10 @@
-// Copies large runs of bytes past the processor's cache, and finds the elements that differ in two.
+// Copies large runs of bytes past the processor's cache, and says how two runs of elements differ.
 //
 // A plain copy reads each line of its target before it overwrites it: three transfers a byte in
 // place of two. Stores that go past the cache do not. The processor reads ahead within a page of
 // 4 KiB only, so the copy goes through four pages at a time.
+//
+// The comparison digests the newer run as it goes (XXH3-128), so that it is read once.
 
 #include <cstddef>
 #include <cstdint>
@@ -57,12 +59,44 @@ Copy chosen() {
   return __builtin_cpu_supports("avx512f") ? copy_pages_512 : copy_pages_128;
 }
 
-// A bit a byte that differs, of 64 bytes.
-__attribute__((target("avx512bw"))) std::uint64_t unlike_512(const char* a, const char* b) {
-  return _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
+// --- which elements differ ----------------------------------------------------------------------
+
+constexpr std::size_t kChunk = std::size_t{1} << 16;
+constexpr std::size_t kPiece = 16;  // lines that XXH3 takes between two scrambles
+
+// Where the next one is noted. It is passed by value, so that no byte written is taken for a part of it.
+struct Next {
+  std::uint16_t* at;
+  std::uint8_t* planes;
+  std::size_t stride;
+};
+
+// Of two runs of elements of 1 << shift bytes.
+struct Found {
+  std::uint8_t* bits;     // one an element
+  std::uint16_t* at;      // where those that differ lie, without the bits above 16
+  std::uint32_t* chunks;  // of each 1 << 16 elements, how many there are up to its end
+  std::uint8_t* planes;   // what differs, XORed, byte plane by byte plane
+  std::size_t stride;     // of planes; a whole line may be written behind the last one
+  std::size_t most;       // no more are noted
+  std::size_t count = 0;
+  Next begin() const { return {at, planes, stride}; }
+};
+
+template <int shift>
+inline __attribute__((always_inline)) Next note(
+    Next to, const char* a, const char* b, std::size_t element) {
+  constexpr std::size_t width = std::size_t{1} << shift;
+  *to.at = static_cast<std::uint16_t>(element);
+  for (std::size_t i = 0; i < width; ++i) {
+    to.planes[i * to.stride] =
+        static_cast<std::uint8_t>(a[(element << shift) + i] ^ b[(element << shift) + i]);
+  }
+  return {to.at + 1, to.planes + 1, to.stride};
 }
 
-std::uint64_t unlike_128(const char* a, const char* b) {
+// A bit a byte that differs, of 64 bytes.
+std::uint64_t unlike(const char* a, const char* b) {
   std::uint64_t alike = 0;
   for (int i = 0; i < 4; ++i) {
     const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a) + i);
@@ -73,15 +107,17 @@ std::uint64_t unlike_128(const char* a, const char* b) {
   return ~alike;
 }
 
-// Of elements of 1 << shift bytes; see `ckptd_differ`.
-template <std::uint64_t (*unlike)(const char*, const char*), int shift>
-inline __attribute__((always_inline)) std::int64_t differ(
-    const char* a, const char* b, std::size_t size, std::uint32_t* gaps, char* planes,
-    std::size_t most) {
+// Returns false where more than `found.most` differ.
+template <int shift>
+bool compare(const char* a, const char* b, std::size_t size, Found& found) {
   constexpr std::size_t width = std::size_t{1} << shift;
   constexpr std::uint64_t firsts = ~std::uint64_t{0} / ((std::uint64_t{1} << (width - 1) << 1) - 1);
-  std::size_t found = 0, next = 0;
+  std::memset(found.bits, 0, size / width / 8 + 1);
+  Next next = found.begin();
   for (std::size_t at = 0; at < size; at += kLine) {
+    if (at && at % (kChunk << shift) == 0) {
+      found.chunks[at / (kChunk << shift) - 1] = static_cast<std::uint32_t>(next.at - found.at);
+    }
     std::uint64_t bits = 0;
     if (size - at >= kLine) {
       bits = unlike(a + at, b + at);
@@ -92,35 +128,281 @@ inline __attribute__((always_inline)) std::int64_t differ(
     }
     for (int i = 1; i < static_cast<int>(width); i *= 2) bits |= bits >> i;
     for (bits &= firsts; bits; bits &= bits - 1) {
-      if (found == most) return -1;
-      const std::size_t byte = at + __builtin_ctzll(bits);
-      gaps[found] = static_cast<std::uint32_t>((byte >> shift) - next);
-      next = (byte >> shift) + 1;
-      for (std::size_t i = 0; i < width; ++i) {
-        planes[i * most + found] = a[byte + i] ^ b[byte + i];
-      }
-      ++found;
+      if (static_cast<std::size_t>(next.at - found.at) == found.most) return false;
+      const std::size_t element = (at + static_cast<std::size_t>(__builtin_ctzll(bits))) >> shift;
+      found.bits[element / 8] |= static_cast<std::uint8_t>(1 << element % 8);
+      next = note<shift>(next, a, b, element);
     }
   }
-  return static_cast<std::int64_t>(found);
+  found.count = static_cast<std::size_t>(next.at - found.at);
+  return true;
 }
 
-template <std::uint64_t (*unlike)(const char*, const char*)>
-inline __attribute__((always_inline)) std::int64_t differ_in(
-    const char* a, const char* b, std::size_t size, int shift, std::uint32_t* gaps, char* planes,
-    std::size_t most) {
-  switch (shift) {
-    case 0: return differ<unlike, 0>(a, b, size, gaps, planes, most);
-    case 1: return differ<unlike, 1>(a, b, size, gaps, planes, most);
-    case 2: return differ<unlike, 2>(a, b, size, gaps, planes, most);
-    default: return differ<unlike, 3>(a, b, size, gaps, planes, most);
+#define WIDE                                                                                   \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi,bmi2,popcnt")))
+
+// The numbers of XXH3 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
+alignas(64) constexpr std::uint8_t kSecret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+constexpr std::uint64_t kPrime1 = 0x9E3779B185EBCA87, kPrime2 = 0xC2B2AE3D27D4EB4F;
+constexpr std::uint64_t kPrime3 = 0x165667B19E3779F9, kPrime4 = 0x85EBCA77C2B2AE63;
+constexpr std::uint64_t kPrime5 = 0x27D4EB2F165667C5;
+constexpr std::uint32_t kShort1 = 0x9E3779B1, kShort2 = 0x85EBCA77, kShort3 = 0xC2B2AE3D;
+constexpr std::size_t kLeastHashed = 241;  // shorter ones have another form
+
+WIDE inline __attribute__((always_inline)) __m512i add_line(__m512i sums, const char* line, const std::uint8_t* secret) {
+  const __m512i data = _mm512_loadu_si512(line);
+  const __m512i key = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
+  const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
+  const __m512i swapped = _mm512_shuffle_epi32(data, static_cast<_MM_PERM_ENUM>(0x4E));
+  return _mm512_add_epi64(sums, _mm512_add_epi64(product, swapped));
+}
+
+WIDE inline __m512i scramble(__m512i sums) {
+  const __m512i mixed = _mm512_xor_si512(
+      _mm512_xor_si512(sums, _mm512_srli_epi64(sums, 47)), _mm512_loadu_si512(kSecret + 128));
+  const __m512i prime = _mm512_set1_epi64(kShort1);
+  const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
+  return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
+}
+
+inline void put_half(const std::uint64_t* sums, int secret, std::uint64_t start, std::uint8_t* to) {
+  for (int i = 0; i < 8; i += 2) {
+    std::uint64_t keys[2];
+    std::memcpy(keys, kSecret + secret + 8 * i, sizeof keys);
+    const auto product = static_cast<unsigned __int128>(sums[i] ^ keys[0]) * (sums[i + 1] ^ keys[1]);
+    start += static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
   }
+  start = (start ^ start >> 37) * 0x165667919E3779F9;
+  start = __builtin_bswap64(start ^ start >> 32);
+  std::memcpy(to, &start, sizeof start);
 }
 
-__attribute__((target("avx512bw"))) std::int64_t differ_512(
-    const char* a, const char* b, std::size_t size, int shift, std::uint32_t* gaps, char* planes,
-    std::size_t most) {
-  return differ_in<unlike_512>(a, b, size, shift, gaps, planes, most);
+WIDE inline void put_digest(__m512i sums, const char* data, std::size_t size, std::uint8_t* to) {
+  alignas(64) std::uint64_t all[8];
+  _mm512_store_si512(all, add_line(sums, data + size - kLine, kSecret + 121));
+  put_half(all, 11, size * kPrime1, to + 8);
+  put_half(all, 117, ~(size * kPrime2), to);
+}
+
+// The elements of a line that differ, a bit each.
+template <int shift>
+WIDE inline __attribute__((always_inline)) std::uint64_t unlike_in(__m512i x, __m512i y) {
+  if constexpr (shift == 0) return _mm512_cmpneq_epi8_mask(x, y);
+  if constexpr (shift == 1) return _mm512_cmpneq_epi16_mask(x, y);
+  if constexpr (shift == 2) return _mm512_cmpneq_epi32_mask(x, y);
+  return _mm512_cmpneq_epi64_mask(x, y);
+}
+
+// Notes those elements of a line whose bits are set, with no branch for each.
+template <int shift>
+WIDE inline __attribute__((always_inline)) Next note_line(
+    Next next, __m512i x, std::uint64_t bits, std::size_t element) {
+  alignas(64) static constexpr std::uint16_t kUp[32] = {
+      0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+      16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+  const __m512i up = _mm512_load_si512(kUp);
+  auto [at, to, stride] = next;
+  const __m512i first = _mm512_set1_epi16(static_cast<short>(element));
+  const auto low = static_cast<__mmask32>(bits);
+  _mm512_storeu_si512(at, _mm512_maskz_compress_epi16(low, _mm512_add_epi16(first, up)));
+  if constexpr (shift == 0) {
+    const __m512i more = _mm512_set1_epi16(static_cast<short>(element + 32));
+    _mm512_storeu_si512(
+        at + __builtin_popcount(low),
+        _mm512_maskz_compress_epi16(
+            static_cast<__mmask32>(bits >> 32), _mm512_add_epi16(more, up)));
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(bits, x));
+  } else if constexpr (shift == 1) {
+    const __m512i values = _mm512_maskz_compress_epi16(low, x);
+    for (int i = 0; i < 2; ++i) {
+      _mm256_storeu_si256(
+          reinterpret_cast<__m256i*>(to + i * stride),
+          _mm512_cvtepi16_epi8(_mm512_srli_epi16(values, 8 * i)));
+    }
+  } else if constexpr (shift == 2) {
+    const __m512i values = _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), x);
+    for (int i = 0; i < 4; ++i) {
+      _mm_storeu_si128(
+          reinterpret_cast<__m128i*>(to + i * stride),
+          _mm512_cvtepi32_epi8(_mm512_srli_epi32(values, 8 * i)));
+    }
+  } else {
+    const __m512i values = _mm512_maskz_compress_epi64(static_cast<__mmask8>(bits), x);
+    for (int i = 0; i < 8; ++i) {
+      _mm_storel_epi64(
+          reinterpret_cast<__m128i*>(to + i * stride),
+          _mm512_cvtepi64_epi8(_mm512_srli_epi64(values, 8 * i)));
+    }
+  }
+  const auto count = static_cast<std::size_t>(__builtin_popcountll(bits));
+  return {at + count, to + count, stride};
+}
+
+// Which of some lines, at most 64, have an element that differs, by the bits of all their elements.
+template <int shift>
+WIDE inline std::uint64_t lines_with(const std::uint8_t* bits, std::size_t lines) {
+  constexpr std::size_t per = 1 << shift;  // registers that the bits of 64 lines take: 8 >> shift
+  std::uint64_t out = 0;
+  for (std::size_t i = 0; i < 8 / per; ++i) {
+    const __m512i part = _mm512_loadu_si512(bits + i * kLine);
+    std::uint64_t some = 0;
+    if constexpr (shift == 0) some = _mm512_test_epi64_mask(part, part);
+    if constexpr (shift == 1) some = _mm512_test_epi32_mask(part, part);
+    if constexpr (shift == 2) some = _mm512_test_epi16_mask(part, part);
+    if constexpr (shift == 3) some = _mm512_test_epi8_mask(part, part);
+    out |= some << (i * 8 * per);
+  }
+  return lines < 64 ? out & ((std::uint64_t{1} << lines) - 1) : out;
+}
+
+// As `compare`, and digests `b` as it goes.
+template <int shift>
+WIDE bool compare_wide(
+    const char* a, const char* b, std::size_t size, Found& found, std::uint8_t* digest) {
+  constexpr std::size_t per = kLine >> shift;
+  alignas(64) const std::uint64_t begin[8] = {
+      kShort3, kPrime1, kPrime2, kPrime3, kPrime4, kShort2, kPrime5, kShort1};
+  __m512i sums = _mm512_load_si512(begin);
+  const std::size_t lines = size / kLine, hashed = (size - 1) / kLine;
+  std::uint8_t* const masks = found.bits;
+  Next next = found.begin();
+  std::size_t count = 0;
+  for (std::size_t base = 0; base < lines; base += kLine) {
+    const std::size_t end = lines - base < kLine ? lines : base + kLine;
+    if (base && base * per % kChunk == 0) {
+      found.chunks[base * per / kChunk - 1] = static_cast<std::uint32_t>(next.at - found.at);
+    }
+    const std::size_t before = count;
+    for (std::size_t piece = base; piece < end; piece += kPiece) {
+      const std::size_t stop = end - piece < kPiece ? end - piece : kPiece;
+      const char *was = a + piece * kLine, *is = b + piece * kLine;
+#pragma GCC unroll 4
+      for (std::size_t i = 0; i < stop; ++i) {
+        const __m512i y = _mm512_loadu_si512(is + i * kLine);
+        std::uint64_t mask = unlike_in<shift>(_mm512_loadu_si512(was + i * kLine), y);
+        if (piece + i < hashed) sums = add_line(sums, is + i * kLine, kSecret + 8 * i);
+        asm volatile("" : "+v"(sums), "+r"(mask));  // one line after the other
+        std::memcpy(masks + (piece + i) * per / 8, &mask, per / 8);
+        count += static_cast<std::size_t>(__builtin_popcountll(mask));
+      }
+      if (piece + kPiece <= hashed) sums = scramble(sums);
+    }
+    if (count == before || count > found.most) continue;
+    std::uint64_t some = lines_with<shift>(masks + base * per / 8, end - base);
+    for (; some; some &= some - 1) {
+      const std::size_t line = base + static_cast<std::size_t>(__builtin_ctzll(some));
+      std::uint64_t mask = 0;
+      std::memcpy(&mask, masks + line * per / 8, per / 8);
+      const __m512i x = _mm512_loadu_si512(a + line * kLine);
+      const __m512i y = _mm512_loadu_si512(b + line * kLine);
+      next = note_line<shift>(next, _mm512_xor_si512(x, y), mask, line * per);
+    }
+  }
+  std::uint64_t rest = 0;
+  for (std::size_t e = lines * per; e << shift < size; ++e) {
+    if (std::memcmp(a + (e << shift), b + (e << shift), std::size_t{1} << shift) != 0) {
+      rest |= std::uint64_t{1} << (e - lines * per);
+      if (++count <= found.most) next = note<shift>(next, a, b, e);
+    }
+  }
+  std::memcpy(masks + lines * per / 8, &rest, sizeof rest);
+  found.count = count;
+  if (size >= kLeastHashed) put_digest(sums, b, size, digest);
+  return count <= found.most;
+}
+
+// --- as bytes -----------------------------------------------------------------------------------
+
+constexpr std::uint8_t kBits = 255;  // in place of a number of low bits: a bit an element
+constexpr std::uint32_t kSame = std::uint32_t{1} << 30;
+constexpr std::size_t kSample = 256, kLeastPacked = 64;
+
+// How often two of some bytes, drawn one by one, are the same; more than at random: they pack.
+struct Sample {
+  std::uint16_t counts[256] = {};
+  std::size_t pairs = 0, drawn = 0;
+  void draw(std::uint8_t value) { pairs += counts[value]++, ++drawn; }
+  bool packs() const { return pairs * 1024 > 3 * drawn * (drawn - 1); }
+};
+
+// Returns behind the last byte written; up to 8 more are spoiled.
+std::uint8_t* put_places(const Found& found, std::size_t elements, std::uint8_t* out) {
+  const std::size_t count = found.count;
+  const std::uint16_t* const at = found.at;
+  std::size_t low = 0, least = ~std::size_t{0};
+  for (std::size_t i = 0; i < 16; ++i) {
+    const std::size_t bits = count * (i + 1) + ((elements - 1) >> i);
+    if (bits < least) low = i, least = bits;
+  }
+  out[1] = least < elements ? static_cast<std::uint8_t>(low) : kBits;
+  const auto number = static_cast<std::uint32_t>(count);
+  std::memcpy(out + 2, &number, sizeof number);
+  out += 6;
+  if (least >= elements) {
+    std::memcpy(out, found.bits, (elements + 7) / 8);
+    return out + (elements + 7) / 8;
+  }
+  std::uint64_t word = 0;
+  std::size_t fill = 0;
+  std::uint8_t* to = out;
+  const std::uint32_t mask = (std::uint32_t{1} << low) - 1;
+  for (std::size_t i = 0; i < count && low; i += 2) {  // two at once: at most 30 bits
+    std::uint64_t bits = at[i] & mask;
+    if (i + 1 < count) bits |= static_cast<std::uint64_t>(at[i + 1] & mask) << low;
+    word |= bits << fill;
+    fill += 2 * low;
+    if (fill >= 32) {
+      std::memcpy(to, &word, 4);
+      to += 4;
+      word >>= 32;
+      fill -= 32;
+    }
+  }
+  std::memcpy(to, &word, sizeof word);
+  out += (count * low + 7) / 8;
+  const std::size_t high = (count + ((elements - 1) >> low) + 7) / 8;
+  std::memset(out, 0, high);
+  std::size_t current = 0, i = 0;
+  word = 0;
+  for (std::size_t chunk = 0; i < count; ++chunk) {
+    const std::size_t end = chunk < (elements - 1) / kChunk ? found.chunks[chunk] : count;
+    for (; i < end; ++i) {
+      const std::size_t bit = ((chunk * kChunk + at[i]) >> low) + i;
+      if (bit / 64 != current) {
+        std::memcpy(out + 8 * current, &word, sizeof word);
+        current = bit / 64;
+        word = 0;
+      }
+      word |= std::uint64_t{1} << bit % 64;
+    }
+  }
+  std::memcpy(out + 8 * current, &word, sizeof word);
+  return out + high;
+}
+
+std::uint8_t* put_plane(
+    const std::uint8_t* plane, std::size_t count, std::uint8_t* out, bool& packs) {
+  const bool same = count > 1 && std::memcmp(plane, plane + 1, count - 1) == 0;
+  const auto number = static_cast<std::uint32_t>(same ? kSame | 1 : count);
+  std::memcpy(out, &number, sizeof number);
+  std::memcpy(out + 4, plane, same ? 1 : count);
+  Sample sample;
+  const std::size_t step = count < 2 * kSample ? 1 : count / kSample;
+  for (std::size_t i = 0; i < count && sample.drawn < kSample; i += step) sample.draw(plane[i]);
+  packs = !same && count >= kLeastPacked && sample.packs();
+  return out + 4 + (same ? 1 : count);
 }
 
 }  // namespace
@@ -138,23 +420,73 @@ extern "C" void ckptd_copy(char* to, const char* from, std::size_t size) {
   std::memcpy(to + head + whole, from + head + whole, size - head - whole);
 }
 
-// Elements of 1 << shift bytes that differ in `size` bytes: how many lie between each and the one
-// before it, and the bytes of both XORed, plane by plane, each of `most`. Returns how many there are;
-// -1: more than `most`.
-extern "C" std::int64_t ckptd_differ(
-    const char* a, const char* b, std::size_t size, int shift, std::uint32_t* gaps, char* planes,
-    std::size_t most) {
-  static const bool wide = (__builtin_cpu_init(), __builtin_cpu_supports("avx512bw"));
-  return wide ? differ_512(a, b, size, shift, gaps, planes, most)
-              : differ_in<unlike_128>(a, b, size, shift, gaps, planes, most);
+// How `size` bytes of elements of 1 << shift bytes have changed, in the sparse form of
+// `ckptd/publish/deltas.py`, none of its streams packed. Returns its length; 0: no element has;
+// -1: more than `most` have.
+//
+// told: 16 bytes of the digest of the new ones; whether it is there; which planes would be smaller
+// after packing, of the elements that have changed, or of all where these are too many.
+extern "C" std::int64_t ckptd_change(
+    const char* a, const char* b, std::size_t size, int shift, std::size_t most,
+    std::uint8_t* room, std::uint8_t* out, std::uint8_t* told) {
+  static const bool wide = (__builtin_cpu_init(), __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi2"));
+  const std::size_t elements = size >> shift, width = std::size_t{1} << shift;
+  Found found;
+  found.most = most;
+  found.stride = most + kLine;
+  found.chunks = reinterpret_cast<std::uint32_t*>(room);
+  found.at = reinterpret_cast<std::uint16_t*>(found.chunks + elements / kChunk + 1);
+  found.planes = reinterpret_cast<std::uint8_t*>(found.at + found.stride);
+  found.bits = found.planes + width * found.stride;
+  bool fits = false;
+  if (wide) {
+    switch (shift) {
+      case 0: fits = compare_wide<0>(a, b, size, found, told); break;
+      case 1: fits = compare_wide<1>(a, b, size, found, told); break;
+      case 2: fits = compare_wide<2>(a, b, size, found, told); break;
+      default: fits = compare_wide<3>(a, b, size, found, told); break;
+    }
+  } else {
+    switch (shift) {
+      case 0: fits = compare<0>(a, b, size, found); break;
+      case 1: fits = compare<1>(a, b, size, found); break;
+      case 2: fits = compare<2>(a, b, size, found); break;
+      default: fits = compare<3>(a, b, size, found); break;
+    }
+  }
+  told[16] = wide && size >= kLeastHashed;
+  told[17] = 0;
+  if (!fits) {
+    const std::size_t step = elements < 2 * kSample ? 1 : elements / kSample;
+    for (std::size_t plane = 0; plane < width; ++plane) {
+      Sample sample;
+      for (std::size_t i = 0; i < elements && sample.drawn < kSample; i += step) {
+        const std::size_t at = (i << shift) + plane;
+        sample.draw(static_cast<std::uint8_t>(a[at] ^ b[at]));
+      }
+      told[17] |= static_cast<std::uint8_t>(sample.packs() << plane);
+    }
+    return -1;
+  }
+  if (!found.count) return 0;
+  out[0] = 1;
+  std::uint8_t* end = put_places(found, elements, out);
+  for (std::size_t plane = 0; plane < width; ++plane) {
+    bool packs = false;
+    end = put_plane(found.planes + plane * found.stride, found.count, end, packs);
+    told[17] |= static_cast<std::uint8_t>(packs << plane);
+  }
+  return end - out;
 }
 
 #else
 
 extern "C" int ckptd_copier_gains() { return 0; }
 
-extern "C" std::int64_t ckptd_differ(
-    const char*, const char*, std::size_t, int, std::uint32_t*, char*, std::size_t) {
+extern "C" std::int64_t ckptd_change(
+    const char*, const char*, std::size_t, int, std::size_t, std::uint8_t*, std::uint8_t*,
+    std::uint8_t*) {
   return -1;
 }
 

@@ -80,7 +80,7 @@ def test_a_build_that_does_not_work_is_logged_and_not_used(
         found = builds.with_name("damaged.so")
         found.write_bytes(b"\x7fELF")
     else:
-        monkeypatch.setattr(copier, "_is_right", lambda copy: False)
+        monkeypatch.setattr(copier, "_is_right", lambda native: False)
     monkeypatch.setattr(type(COPIER), "built", lambda self: found)
     source, target = np.arange(1 << 18), np.zeros(1 << 18, np.int64)
     copy_values(target, source)
