@@ -68,8 +68,8 @@ _OF_ALL = frozenset({"calls differ", "not all came", "taken away", "port taken"}
 """Of these a rank tells that it has noticed, and not that it is the cause."""
 
 _PREFIX = re.compile(
-    r"\[?rank ?(\d{1,7})\]?: ?|\[(\d{1,7})\]: ?|.{0,32}?\[\d{1,9},(\d{1,7})\]<std...>: ?|"
-    r"\[?(?:default|local_rank) ?(?P<local>\d{1,7})\]?: ?",
+    r"\[?rank ?(\d{1,7})\]?: ?|.{0,32}?\[\d{1,9},(\d{1,7})\]<std...>: ?|"
+    r"(?:\[?(?:default|local_rank) ?|\[(?=\d+\]))(?P<local>\d{1,7})\]?: ?",
     re.IGNORECASE,
 )
 _RANK = re.compile(
