@@ -32,6 +32,8 @@ _AFTER_STEPS = 3
 _TOLERANCE = 1e-4
 """Of losses, relative, over `STEPS` steps on other numbers of ranks; a step that is lost or made
 twice changes them by hundreds of times as much."""
+_MOST_MORE = (64, 12, 6)
+"""MiB, descriptors and threads that a process may have more at the end than after its start."""
 PLAIN_ENDS = (75, 76, 77)
 """Exit codes: to be submitted again, no nodes, no progress."""
 
@@ -51,6 +53,8 @@ class Result(msgspec.Struct, kw_only=True):
         From the first fault until it trained on.
     wrong
         What must never be and was. The last schedule of a job has what was found at its end.
+    held
+        MiB, descriptors and threads of each process that outlives generations, when it trained on.
     gap, excused
         Of the whole job, with its last schedule: the largest relative difference of a loss; and
         promises of near tiers that fell with all nodes that held them.
@@ -64,6 +68,7 @@ class Result(msgspec.Struct, kw_only=True):
     generations: tuple[int, int]
     seconds: float
     wrong: list[str] = []
+    held: dict[str, tuple[int, int, int]] = {}
     gap: float = 0.0
     excused: int = 0
     words: str = ""
@@ -99,6 +104,7 @@ def _schedule(job: LiveJob, seed: int) -> Result:
         end="progress" if done and not job.over() else "over" if done else "stuck",
         generations=(before, _generation(job)),
         seconds=round(time.monotonic() - begun, 1),
+        held=job.held(),
     )
 
 
@@ -192,8 +198,23 @@ def _judge(
     )
     if not finished:
         found = [text for text in found if not text.startswith("the last step is")]
-    last.wrong += found
+    last.wrong += found + grown([result.held for result in results])
     last.words = job.words() if last.wrong else ""
+
+
+def grown(held: Sequence[dict[str, tuple[int, int, int]]]) -> list[str]:
+    """Return what has grown in processes that lived through three schedules or more."""
+    out = []
+    for name in dict.fromkeys(name for one in held for name in one):
+        seen = [one[name] for one in held if name in one][1:]  # the first is of its start
+        if len(seen) < 2:
+            continue
+        for what, most, first, last in zip(
+            ("MiB", "files", "threads"), _MOST_MORE, *seen[:: len(seen) - 1], strict=True
+        ):
+            if last - first > most:
+                out.append(f"{name}: {first} {what}, then {last}")
+    return out
 
 
 def _promises(job: LiveJob) -> tuple[dict[int, int], int]:

@@ -176,6 +176,24 @@ class LiveJob:
                 found.append(process)
         return found
 
+    def held(self) -> dict[str, tuple[int, int, int]]:
+        """Return MiB, descriptors and threads of the processes that outlive generations."""
+        found = [(n, psutil.Process(self.nodes.processes[n].pid)) for n in self.nodes.alive()]
+        for role in (
+            "controller",
+            "serve",
+            "ckptd.checkpoint.agent",
+            "ckptd.monitor.agent.watched",
+        ):
+            found += [(role, process) for process in self.processes(f" {role} ")]
+        out = {}
+        for role, process in found:
+            with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
+                memory = process.memory_info().rss >> 20
+                numbers = (memory, process.num_fds(), process.num_threads())
+                out[f"{role} {process.pid}"] = numbers
+        return out
+
     def promised(self) -> dict[int, int]:
         """Return the last committed step before each generation, by the membership log."""
         with open_store(self.log_url) as store:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.elastic.live.campaign import References, campaign
+from tests.elastic.live.campaign import References, campaign, grown
 
 
 @pytest.mark.long
@@ -13,3 +13,10 @@ def test_a_real_job_goes_on_after_each_of_three_schedules() -> None:
     results = campaign(range(1, 4), each=3, right=References(), modes=("session",))
     assert [result.end for result in results] == ["progress"] * 3
     assert [result.wrong for result in results] == [[], [], []]
+
+
+def test_what_grows_in_a_process_is_found() -> None:
+    held = [{"n0 7": (90 + 30 * k, 20 + k, 9), "n1 8": (90, 20 + 7 * k, 9)} for k in range(4)]
+    assert grown(held) == ["n1 8: 27 files, then 41"]
+    held = [{**one, "n2 9": (50, 9, 30 * (k > 1))} for k, one in enumerate(held[:3])]
+    assert grown(held) == ["n2 9: 0 threads, then 30"]
