@@ -21,21 +21,12 @@ from ckptd.base.grids.clip import clip, clip_fill
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.base.grids.plan import plan_once
+from ckptd.base.grids.runs import Runs, count, merge, no_runs
 from ckptd.checkpoint.format.container import ChunkRef, FileMap
 from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, ObjectEntry, Runs3, TensorEntry
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.load.files import PieceLocations
-from ckptd.checkpoint.load.plan import (
-    BlockLine,
-    Change,
-    Conversion,
-    PlannedCopy,
-    Runs,
-    count,
-    merge,
-    needed_blocks,
-    no_runs,
-)
+from ckptd.checkpoint.load.plan import BlockLine, Change, Conversion, PlannedCopy, needed_blocks
 from ckptd.errors import MismatchError
 from ckptd.lay.copies import TargetPlan
 from ckptd.types import DType

@@ -9,11 +9,12 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from ckptd.base.digest import BLOCK_BYTES
+from ckptd.base.grids.runs import count
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import UNORDERED
 from ckptd.checkpoint.format.words import hint_text
 from ckptd.checkpoint.load.files import check_size
-from ckptd.checkpoint.load.plan import BlockLine, count
+from ckptd.checkpoint.load.plan import BlockLine
 from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.lay.copies import TargetPlan
 from ckptd.lay.promise import PROMISES

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.clip import clip
 from ckptd.base.grids.grid import Grid
+from ckptd.base.grids.runs import Runs
 from ckptd.base.runtime.pool import run_all
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.checkpoint.load.files import PieceLocations
-from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, Runs, needed_bytes, put
+from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, needed_bytes, put
 from ckptd.checkpoint.load.read import FAR_BYTES, Fetcher
 from ckptd.errors import DeadlineError
 from ckptd.reshard.plan import Feed, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ckptd import decoding
 from ckptd.base.digest import digest
+from ckptd.base.grids.runs import decode_runs
 from ckptd.base.net.address import parse_address, parse_server
 from ckptd.base.net.connection import HELLO, Codec, Hello
 from ckptd.base.signatures import opened, signed
-from ckptd.checkpoint.load.plan import decode_runs
 from ckptd.checkpoint.save.commit import decode_plan
 from ckptd.checkpoint.save.messages import RankPart
 from ckptd.checkpoint.save.structure import SavePlan

@@ -11,18 +11,19 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ckptd.base.grids.block import Region
+from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.grid import is_packed, reach_of, strides_of
 from ckptd.checkpoint.format.container import build_header, header_bytes, parse_header
 from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.errors import CorruptError, UsageError
-from ckptd.types import DTYPES, dtype_of
+from ckptd.types import DTYPES, Box, dtype_of
 
 SAMPLE = "sample-1"
 DATA = "data-1"
@@ -80,6 +81,7 @@ class WitnessPlan:
         self.starts: I64 = np.concatenate(([0], np.cumsum(self.counts))).astype(np.int64)
         """First slot of each tensor's values; one more entry: `total`."""
         self.total = int(self.starts[-1])
+        self._sorted: dict[int, tuple[Sequence[Any], dict[Any, list[int]]]] = {}
 
     @staticmethod
     def of(manifest: Manifest) -> WitnessPlan:
@@ -93,6 +95,12 @@ class WitnessPlan:
         return WitnessPlan(
             [(t.name, t.shape, DTYPES[t.dtype].itemsize, t.name not in left_out) for t in tensors]
         )
+
+    @cached_property
+    def wholes(self) -> tuple[tuple[int, tuple[Region, ...]], ...]:
+        """The tensors that have values, each whole, for `select_all`."""
+        whole = {shape: (box_region(Box.whole(shape)),) for shape in {*self.shapes}}
+        return tuple([(n, whole[self.shapes[n]]) for n in np.flatnonzero(self.counts).tolist()])
 
     @cached_property
     def _positions(self) -> I64:
@@ -156,15 +164,23 @@ class WitnessPlan:
         """Yield what `select` finds for many buffers: slots, elements, and the buffer of each.
 
         What is the same object among the regions is computed once. So much comes at a time that it
-        stays in the cache: fresh memory costs more than all the rest.
+        stays in the cache: fresh memory costs more than all the rest. Buffers in a tuple are sorted
+        once.
         """
-        alike: dict[tuple[int, tuple[int, ...], int], list[int]] = {}
-        numels = self.numels.tolist()
-        for number, (tensor, regions) in enumerate(buffers):
-            alike.setdefault((id(regions), self.shapes[tensor], numels[tensor]), []).append(number)
+        known = self._sorted.get(id(buffers))
+        if known is None:
+            alike: dict[tuple[int, tuple[int, ...], int], list[int]] = {}
+            numels = self.numels.tolist()
+            for number, (tensor, regions) in enumerate(buffers):
+                key = id(regions), self.shapes[tensor], numels[tensor]
+                alike.setdefault(key, []).append(number)
+            known = buffers, alike
+            if isinstance(buffers, tuple):
+                # Kept, so that its id is its own.
+                self._sorted = dict([*self._sorted.items()][-1:]) | {id(buffers): known}
         found: list[tuple[I64, I64, I64]] = []
         held = 0
-        for (_, shape, _), numbers in alike.items():
+        for (_, shape, _), numbers in known[1].items():
             regions = buffers[numbers[0]][1]
             step = max(1, _BATCH // max(1, int(self.counts[buffers[numbers[0]][0]])))
             for some in (numbers[i : i + step] for i in range(0, len(numbers), step)):

@@ -116,6 +116,10 @@ class PieceLocations:
         at = self.filemap.starts(file)
         return file, at[tensors] + (start - int(at[tensor]))
 
+    def all_own(self, files: Iterable[int]) -> bool:
+        """Tell whether files that tables name are this checkpoint's own; these are checked."""
+        return all(self._check(0, file) for file in files)
+
     def _check(self, tensor: int, file: int) -> bool:
         """Check once for each file that it exists and has the size that the tables imply."""
         if not 0 <= file < len(self.files):

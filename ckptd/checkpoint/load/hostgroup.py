@@ -16,20 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import BLOCK_BYTES
-from ckptd.base.runtime.host import limit_of
-from ckptd.base.runtime.ranks import (
-    STALL_S,
-    Board,
-    LocalBoard,
-    RankHeartbeat,
-    agree,
-    identity,
-    liveness,
-    wait,
-)
-from ckptd.checkpoint.load.plan import (
-    BlockLine,
-    N,
+from ckptd.base.grids.runs import (
     Runs,
     clip,
     coalesce,
@@ -41,6 +28,18 @@ from ckptd.checkpoint.load.plan import (
     no_runs,
     sweep,
 )
+from ckptd.base.runtime.host import limit_of
+from ckptd.base.runtime.ranks import (
+    STALL_S,
+    Board,
+    LocalBoard,
+    RankHeartbeat,
+    agree,
+    identity,
+    liveness,
+    wait,
+)
+from ckptd.checkpoint.load.plan import BlockLine, N
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, UsageError
 

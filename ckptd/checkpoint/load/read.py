@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.digest import BLOCK_BYTES, digest
 from ckptd.base.grids.grid import is_packed
+from ckptd.base.grids.runs import Runs, clip, coalesce, count, merge
 from ckptd.base.runtime.copier import LEAST_BYTES, copies_natively, copy_runs
 from ckptd.base.runtime.host import available_bytes
 from ckptd.base.runtime.pool import cores, run_all
@@ -59,11 +60,6 @@ from ckptd.checkpoint.load.plan import (
     Moves,
     PlannedCopy,
     ReadPlan,
-    Runs,
-    clip,
-    coalesce,
-    count,
-    merge,
     needed_bytes,
     put,
     split,
@@ -760,7 +756,7 @@ class _Run:
 
     def _settle(self) -> None:
         """Wait until what was sent to devices is there, before the ranks agree that all is."""
-        targets = self._whole.targets
+        targets = self._whole.targets if not self._whole.addresses[:, 0].all() else ()
         for writer in {t.writer for t in targets if not isinstance(t, np.ndarray)}:
             writer.settle(self._stall_s)
 

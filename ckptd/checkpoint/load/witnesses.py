@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import Digester, digest_hex
-from ckptd.base.grids.block import box_region, piece_regions
+from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Piece
 from ckptd.base.grids.owners import distinct
 from ckptd.checkpoint.format.container import FileMap
@@ -29,7 +29,6 @@ from ckptd.checkpoint.format.witness import (
 from ckptd.checkpoint.load.files import blame, load_index, read_stored
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.store.base import Store
-from ckptd.types import Box
 
 MOST = 10_000
 """Findings kept; beyond it they are only counted."""
@@ -167,8 +166,12 @@ class Findings:
 MAX_WITNESS_BYTES = 64 << 20
 
 
-def read_witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness | None:
+def read_witness(
+    store: Store, manifest: Manifest, plan: WitnessPlan, filemap: FileMap | None = None
+) -> Witness | None:
     """Read and check the witness of a checkpoint; None when it has none.
+
+    `filemap` is the manifest's, where it is at hand.
 
     Raises
     ------
@@ -179,7 +182,8 @@ def read_witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness
     if entry is None:
         return None
     if entry.kind == DATA:
-        return _from_data(store, manifest, plan)
+        filemap = filemap or FileMap.of(manifest, manifest.files[0].path)
+        return _from_data(store, manifest, plan, filemap)
     return Witness.decode(witness_file(store, manifest, entry), manifest.folder + WITNESS, plan)
 
 
@@ -205,23 +209,24 @@ def witness_file(store: Store, manifest: Manifest, entry: WitnessEntry) -> bytes
     return raw
 
 
-def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
+def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan, filemap: FileMap) -> Witness:
     """Take the witness's values from the one data file, in which each tensor is one piece."""
     (file,) = manifest.files
     wanted = load_index(store, file)
     raw = np.empty(file.data_bytes, np.uint8)
     read_stored(store, file, 0, raw.data)
-    filemap, witness, digester = FileMap.of(manifest, file.path), Witness.empty(plan), Digester(())
+    witness, digester = Witness.empty(plan), Digester(())
     check_files(manifest, filemap)
     digester.update(raw.data)
     if wanted is None or digester.index().blocks != wanted.blocks:
         error = CorruptError("data corrupt: digest mismatch", kind="digest", where=file.path)
         raise blame(error, file.path)
-    whole = {shape: (box_region(Box.whole(shape)),) for shape in {*plan.shapes}}
-    counts, absent = plan.counts.tolist(), [o.has_absent for o in filemap.owners]
-    held = [n for n, t in enumerate(filemap.tensors) if counts[n] and not absent[t.owners]]
-    tensors, sizes = np.array(held, dtype=np.int64), np.array(plan.itemsizes, dtype=np.int64)
-    for slots, elements, which in plan.select_all([(t, whole[plan.shapes[t]]) for t in held]):
+    held, absent = plan.wholes, {n for n, o in enumerate(filemap.owners) if o.has_absent}
+    if absent:
+        held = tuple([h for h in held if filemap.tensors[h[0]].owners not in absent])
+    tensors = np.array([tensor for tensor, _ in held], dtype=np.int64)
+    sizes = np.array(plan.itemsizes, dtype=np.int64)
+    for slots, elements, which in plan.select_all(held):
         of = tensors[which]
         for size in distinct(sizes[of]).tolist():
             mine = sizes[of] == size

@@ -165,6 +165,8 @@ class Index:
         self._records: dict[CommitName, Commit] = {}
         self._annotations: dict[CommitName, dict[int, Annotation | None]] = {}
         self._known: set[CommitName] = set()
+        # Those that were looked at last: most checkpoints of a root have the same.
+        self._tables: tuple[Manifest, FileMap] | None = None
 
     def _forget(self) -> None:
         self._generations.clear()
@@ -699,7 +701,7 @@ class Index:
                 found=f"{size} bytes" + (f", {digest_hex(raw)}" if raw else ""),
                 hint=f"ckptd verify {self.store.url}@{commit.step}-g{commit.generation}",
             )
-        manifest = decode_manifest(raw, where)
+        manifest = decode_manifest(raw, where, self._tables and self._tables[0])
         found = (manifest.step, manifest.generation, manifest.attempt)
         if found != (commit.step, commit.generation, commit.attempt):
             raise CorruptError(
@@ -715,8 +717,10 @@ class Index:
         from ckptd.checkpoint.format.invariants import check_manifest
 
         manifest = self.manifest_of(commit)
-        where = self.where(commit.folder + commit.manifest)
-        return manifest, check_manifest(manifest, where, commit.manifest_bytes)
+        where, known = self.where(commit.folder + commit.manifest), self._tables
+        filemap = check_manifest(manifest, where, commit.manifest_bytes, known)
+        self._tables = manifest, filemap
+        return manifest, filemap
 
     def pins(self) -> set[CommitName]:
         """Return the commits that are never to be deleted; a listing only."""

@@ -7,18 +7,17 @@ from typing import Self, cast
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Fill, Region
-from ckptd.base.grids.grid import is_unshared, reach_of
+from ckptd.base.grids.grid import is_unshared
 from ckptd.base.grids.owners import distinct
 from ckptd.base.torch.device import kind_of
 from ckptd.base.torch.tensors import as_bytes, bytes_at, flat_memory, is_dtensor, local_tensor
 from ckptd.checkpoint.format.witness import VALUE_BYTES, check_elements, gather
 from ckptd.checkpoint.load.plan import Want, put_fill
+from ckptd.checkpoint.load.target import HostTargets
 from ckptd.checkpoint.torch.state.describe import Describer, whole_region
-from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
@@ -26,6 +25,7 @@ from ckptd.types import DType
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer
+Buffer = tuple[int, tuple[Region, ...]]
 _HUNG_S = 1.0
 """Limit in seconds of the wait for earlier copies, after one wait has met its deadline."""
 _kept: dict[int, object] = {}
@@ -48,6 +48,10 @@ class Filling:
     ----------
     wants
         For `ckptd.checkpoint.load.plan.read_plan`.
+    names
+        Of the tensor of each want.
+    recalled
+        What is filled in their place: buffers as `WitnessPlan.select_all` takes them, and targets.
     """
 
     def __init__(self, describer: Describer) -> None:
@@ -56,6 +60,21 @@ class Filling:
         self._ring: BufferRing | None = None
         self._uploads: dict[torch.device, Upload] = {}
         self.wants: list[Want] = []
+        self.names: list[str] = []
+        self.recalled: tuple[Sequence[Buffer], HostTargets] | None = None
+
+    @property
+    def filled(self) -> tuple[Sequence[Buffer], Sequence[LiveTarget]]:
+        """Tensor and regions of each buffer that is filled, and the buffers."""
+        if self.recalled is not None:
+            return self.recalled
+        buffers = [(want.tensor, want.regions) for want in self.wants]
+        return buffers, cast("list[LiveTarget]", [want.target for want in self.wants])
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all that is filled is memory of the host, where tensors lie."""
+        return not self._later and not self._uploads
 
     # -- what is filled --------------------------------------------------------------------------
 
@@ -65,6 +84,7 @@ class Filling:
         Whole tensors of the host are slices of one view, and cost no call each.
         """
         found: list[tuple[torch.Tensor, tuple[Region, ...], int, int, int]] = []
+        named: list[str] = []
         for name, tensor, number in tensors:
             local = tensor
             regions: tuple[Region, ...] = whole_region(tensor.shape)
@@ -74,9 +94,13 @@ class Filling:
             plain = type(local) is torch.Tensor and local.is_cpu and local.is_contiguous()
             if plain and not local.is_neg() and not local.is_conj() and local.data_ptr():
                 at = local.data_ptr()
-                found.append((local, regions, number, at, at + local.nbytes))
+                if local.nbytes:
+                    found.append((local, regions, number, at, at + local.nbytes))
+                    named.append(name)
             elif (boxes := self.boxes(name, tensor)) is not None:
                 self.wants.append(Want(number, boxes[1], boxes[0]))
+                self.names.append(name)
+        self.names += named
         if found:
             kept, _, _, starts, ends = zip(*found, strict=True)
             first = min(starts)
@@ -84,7 +108,6 @@ class Filling:
             self.wants += [
                 Want(number, regions, memory[start - first : end - first])
                 for _, regions, number, start, end in found
-                if end > start
             ]
 
     def boxes(
@@ -206,10 +229,14 @@ class Filling:
         itemsizes
             Of each target.
         """
-        counts = np.array([t.nbytes for t in targets], dtype=np.int64) // itemsizes
         there: dict[Upload, list[int]] = {}
-        places = np.zeros(len(targets), dtype=np.int64)
-        for number, target in enumerate(targets):
+        if isinstance(targets, HostTargets):
+            places, sizes = targets.places.T
+        else:
+            places = np.zeros(len(targets), dtype=np.int64)
+            sizes = np.array([t.nbytes for t in targets], dtype=np.int64)
+        counts = sizes // itemsizes
+        for number, target in enumerate(() if isinstance(targets, HostTargets) else targets):
             if isinstance(target, DeviceBuffer):
                 there.setdefault(target.writer, []).append(number)
             else:
@@ -260,76 +287,3 @@ def _is_memory(local: torch.Tensor) -> bool:
 def _has_memory(local: torch.Tensor) -> bool:
     """Tell whether views of a tensor's memory can be had."""
     return local.device.type == "cpu" or kind_of(local.device).module is not None
-
-
-# --- tensors that lie over one another -----------------------------------------------------------
-
-
-def overlapping(leaves: Iterable[TensorLeaf]) -> list[list[TensorLeaf]]:
-    """Return leaves that have some memory in common, with all that they reach; each by itself fits.
-
-    It is computed from addresses: two storages may lie over the same memory.
-    """
-    spans: list[tuple[str, int, int, int, TensorLeaf]] = []
-    for leaf in leaves:
-        local = leaf.local
-        if local.is_meta or not local.numel():
-            continue
-        start = local.data_ptr()
-        device = "" if local.is_cpu else str(local.device)
-        reach = local.nbytes if local.is_contiguous() else _reach(local)
-        # The number is there so that leaves are never compared.
-        spans.append((device, start, len(spans), start + reach, leaf))
-    spans.sort()
-    groups: list[list[TensorLeaf]] = []
-    on, end = "", 0
-    for device, start, _, stop, leaf in spans:
-        if device == on and start < end:
-            groups[-1].append(leaf)
-        else:
-            groups.append([leaf])
-            on, end = device, 0
-        end = max(end, stop)
-    # Columns of one matrix reach over one another, and have nothing in common.
-    return [group for group in groups if len(group) > 1 and _meet(group)]
-
-
-def _reach(local: torch.Tensor) -> int:
-    """Return how many bytes lie between the beginning of a tensor and its end."""
-    return reach_of(tuple(local.shape), local.stride()) * local.element_size()
-
-
-def _meet(group: Sequence[TensorLeaf]) -> bool:
-    image = Image(group)
-    return any(image.lay(leaf, np.zeros(leaf.local.nbytes, np.uint8))[0] for leaf in group)
-
-
-class Image:
-    """Image of the memory of some tensors on the host, as it would be with values written to it."""
-
-    def __init__(self, group: Sequence[TensorLeaf]) -> None:
-        self._start = min(leaf.local.data_ptr() for leaf in group)
-        size = max(leaf.local.data_ptr() + _reach(leaf.local) for leaf in group) - self._start
-        self._bytes = np.zeros(size, np.uint8)
-        self._known = np.zeros(size, np.bool_)
-
-    def lay(self, leaf: TensorLeaf, values: U8) -> tuple[int, int]:
-        """Write the values of a tensor, in the order of its rows.
-
-        Returns
-        -------
-        met, differ
-            How many bytes were written before, and how many of these had another value.
-        """
-        local = leaf.local
-        size = local.element_size()
-        shape, strides = (*local.shape, size), (*(s * size for s in local.stride()), 1)
-        start = local.data_ptr() - self._start
-        there, known = (
-            as_strided(memory[start:], shape, strides) for memory in (self._bytes, self._known)
-        )
-        rows = values.reshape(shape)
-        met, differ = int(known.sum()), int((known & (there != rows)).sum())
-        there[...] = rows
-        known[...] = True
-        return met, differ

@@ -11,17 +11,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, cast
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.base.grids.block import box_region
+from ckptd.base.grids.owners import distinct
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.device import is_capturing
+from ckptd.base.torch.overlaps import Image, overlapping
 from ckptd.base.torch.ranks import Agreement, host_members
+from ckptd.base.torch.tensors import bytes_at
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.codec import parse_object
 from ckptd.checkpoint.format.container import FileMap
@@ -37,8 +42,9 @@ from ckptd.checkpoint.format.names import (
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahead
 from ckptd.checkpoint.load.hostgroup import HostGroup
-from ckptd.checkpoint.load.plan import Want, read_plan
+from ckptd.checkpoint.load.plan import Moves, ReadPlan, Want, read_plan
 from ckptd.checkpoint.load.read import InMemory, ReadReport, execute
+from ckptd.checkpoint.load.target import HostTargets
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -50,13 +56,14 @@ from ckptd.checkpoint.save.recover import (
     finished_files,
     unpacked,
 )
-from ckptd.checkpoint.torch.filling import Filling, Image, LiveTarget, overlapping
+from ckptd.checkpoint.torch.filling import Buffer, Filling
 from ckptd.checkpoint.torch.layouts import LayoutLoad, LayoutSpec, LoadLayouts, NoLayout
 from ckptd.checkpoint.torch.ondevice import captured
 from ckptd.checkpoint.torch.state.describe import Describer
-from ckptd.checkpoint.torch.state.leaves import Dropped, Leaves
+from ckptd.checkpoint.torch.state.leaves import Dropped, Leaves, RecalledLeaves
 from ckptd.checkpoint.torch.state.restore import (
     Matching,
+    PreparedState,
     SavedState,
     apply_objects,
     check_objects,
@@ -90,6 +97,7 @@ _candidates = converter(tuple[LoadCandidate, ...])
 
 Near = Callable[[], "Sequence[Store | UnionSource]"]
 """Gives the near tiers as this rank reaches them, nearest first."""
+WitnessPlans = dict[tuple[FileMap, frozenset[str]], WitnessPlan]
 Next = Literal["again", "older", "raise"]
 """The choice after a failure: the same checkpoint from other sources, an older one, give up."""
 
@@ -115,6 +123,8 @@ class LoadSources:
     ----------
     near
         None where there are no near tiers; on all ranks or on none.
+    plans
+        That of the witness of the checkpoint that was loaded last, by its tables.
 
     Attributes
     ----------
@@ -127,9 +137,16 @@ class LoadSources:
         Why the checkpoint that is tried is not leased; empty when it is, or need not be.
     """
 
-    def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        agreement: Agreement,
+        near: Near | None,
+        plans: WitnessPlans | None = None,
+    ) -> None:
         self.catalogue = catalogue
         self._agreement = agreement
+        self._plans = {} if plans is None else plans
         self._near: list[UnionSource] = []
         if near is not None:
             found = agreement.on_every_rank(near)
@@ -297,14 +314,12 @@ class LoadSources:
         if candidate.snapshot is None:
             manifest, filemap = self.catalogue.tables_of(self.catalogue.commit(candidate.name))
             check_headers(self.store, manifest, filemap)
-            plan = WitnessPlan.of(manifest)
-            return manifest, filemap, plan, self._witness(self.store, manifest, plan)
+            return manifest, filemap, *self._witness(self.store, manifest, filemap)
         snapshot = candidate.snapshot
         # Once for all: finishing takes the parts of every rank, wherever they are.
         files = self._from_rank_zero(lambda: finished_files(self.store, snapshot))
         with unpacked(files) as (scratch, manifest, filemap):
-            plan = WitnessPlan.of(manifest)
-            return manifest, filemap, plan, self._witness(scratch, manifest, plan)
+            return manifest, filemap, *self._witness(scratch, manifest, filemap)
 
     def _from_rank_zero(self, make: Callable[[], dict[str, str]]) -> dict[str, str]:
         """Return on every rank what rank 0 makes, posted in pieces that the board takes."""
@@ -320,10 +335,15 @@ class LoadSources:
         texts = [post("finish", partial(pieces.__getitem__, i)) for i in range(count)]
         return _texts.decode("".join(texts))
 
-    @staticmethod
-    def _witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness | None:
+    def _witness(
+        self, store: Store, manifest: Manifest, filemap: FileMap
+    ) -> tuple[WitnessPlan, Witness | None]:
+        key = filemap, frozenset(o.tensor for o in manifest.objects)
+        if (plan := self._plans.get(key)) is None:
+            self._plans.clear()
+            plan = self._plans[key] = WitnessPlan.of(manifest)
         try:
-            return read_witness(store, manifest, plan)
+            return plan, read_witness(store, manifest, plan, filemap)
         except CorruptError as error:
             error.key = error.key or manifest.folder + WITNESS
             raise
@@ -385,18 +405,18 @@ def check_witness(witness: Witness, plan: WitnessPlan, filemap: FileMap, filling
         Names the tensors; the live state is wrong (`state_corrupted`).
     """
     words = witness.values.view(np.uint64).reshape(-1)
-    wants = filling.wants
-    itemsizes = np.array([filemap.dtypes[w.tensor].itemsize for w in wants], dtype=np.int64)
-    values = filling.values(cast("list[LiveTarget]", [w.target for w in wants]), itemsizes)
-    bad, seen = np.zeros((2, len(wants)), dtype=np.int64)
-    for slots, elements, which in plan.select_all([(w.tensor, w.regions) for w in wants]):
+    buffers, targets = filling.filled
+    itemsizes = np.array([filemap.dtypes[number].itemsize for number, _ in buffers], dtype=np.int64)
+    values = filling.values(targets, itemsizes)
+    bad, seen = np.zeros((2, len(buffers)), dtype=np.int64)
+    for slots, elements, which in plan.select_all(buffers):
         found = values(which, elements).view(np.uint64).reshape(-1)
         wrong = (found != words[slots]) & (witness.present[slots] != 0)
-        bad += np.bincount(which[wrong], minlength=len(wants))
-        seen += np.bincount(which, minlength=len(wants))
+        bad += np.bincount(which[wrong], minlength=len(buffers))
+        seen += np.bincount(which, minlength=len(buffers))
     if bad.any():
         named = [
-            f"{filemap.tensors[wants[n].tensor].name} ({bad[n]} of {seen[n]} values)"
+            f"{filemap.tensors[buffers[n][0]].name} ({bad[n]} of {seen[n]} values)"
             for n in np.flatnonzero(bad).tolist()
         ]
         error = CorruptError(
@@ -472,6 +492,39 @@ class _Options(msgspec.Struct, frozen=True, dict=True):
     layouts: LoadLayouts
 
 
+class _Planned(msgspec.Struct, frozen=True, eq=False):
+    """Plan of a load that fills all of a state where it lies on the host, without its tensors.
+
+    Attributes
+    ----------
+    key
+        What it depends on: the leaves that were known, the tables and names of the checkpoint, and
+        the options.
+    matching
+        Of a checkpoint and a state that fit.
+    names, buffers, sizes
+        Of each buffer the leaf, the tensor of the checkpoint with the regions, and its bytes.
+    moves, files
+        Copies out of files of the checkpoint's own, and these.
+    """
+
+    key: tuple[object, ...]
+    matching: Matching
+    names: Sequence[str]
+    buffers: Sequence[Buffer]
+    sizes: NDArray[np.int64]
+    moves: Moves
+    files: Sequence[int]
+
+    def targets(self, leaves: RecalledLeaves) -> HostTargets:
+        """Return the buffers of leaves that are as they were."""
+        locals = leaves.locals(self.names)
+        starts = np.fromiter(map(methodcaller("data_ptr"), locals), np.int64, len(locals))
+        first = int(starts.min(initial=1 << 62))
+        memory = bytes_at(first, int((starts + self.sizes).max(initial=first)) - first, leaves)
+        return HostTargets(memory, first, np.stack((starts, self.sizes), axis=1))
+
+
 class _Tried(msgspec.Struct, frozen=True, dict=True):
     """A checkpoint, and what of it goes where in this rank's state."""
 
@@ -521,6 +574,9 @@ class Loader:
         self._describer = Describer(ranks)
         self._timeout_s = timeout_s
         self._host: tuple[int, ...] | None = None
+        self._former = PreparedState()
+        self._planned: _Planned | None = None
+        self._plans: WitnessPlans = {}
         self._loads = 0
         self.writing = False
         self.share_bytes = 0
@@ -566,7 +622,8 @@ class Loader:
         )
         begun = time.monotonic_ns()
         near = self._near if elsewhere is None else None
-        sources = LoadSources(elsewhere or self._catalogue, self._agreement, near)
+        catalogue = elsewhere or self._catalogue
+        sources = LoadSources(catalogue, self._agreement, near, self._plans)
         left = deque(sources.candidates(step))
         skipped: list[tuple[int, str]] = []
         while True:
@@ -661,6 +718,7 @@ class Loader:
                             state, named, filemap, options
                         )
                         tried = _Tried(manifest, filemap, store, matching, leaves, laid)
+                        own = list(matching.unexpected)
                     saved = named
                 except Exception as caught:  # noqa: BLE001 - no_errors raises it
                     error = caught
@@ -676,13 +734,7 @@ class Loader:
                             matching, saved, leaves, strict=options.strict, hint=laid.hint
                         )
                         with no_collection():
-                            plan = read_plan(
-                                manifest,
-                                filemap,
-                                [*filling.wants, *laid.wants],
-                                store=store,
-                                allow_absent=not options.strict,
-                            )
+                            plan = self._plan(tried, filling, options, own)
                             self._compare_copies(tried)
                             _compare_overlaps(tried)
                 except Exception as caught:  # noqa: BLE001 - no_errors raises it
@@ -793,7 +845,17 @@ class Loader:
         to_saved = laid.to_saved(options.to_saved)
         names = saved_names(laid.rest, options.to_live, options.wanted)
         names = laid.names(names, options.wanted)
-        leaves = prepare(state, names, device=options.device)
+        leaves = prepare(state, names, options.device, self._former)
+        filling = Filling(self._describer)
+        planned, held = self._planned, leaves.tensors
+        if (
+            planned is not None
+            and isinstance(held, RecalledLeaves)
+            and planned.key == self._key(saved, filemap, leaves, options, laid)
+            and PieceLocations(saved.manifest, filemap).all_own(planned.files)
+        ):
+            filling.recalled = planned.buffers, planned.targets(held)
+            return msgspec.structs.replace(planned.matching), leaves, filling, laid
         wanted = options.wanted
         if options.weights_only:
             kinds = ("param", "buffer")
@@ -802,7 +864,6 @@ class Loader:
             wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
         others = laid.others(leaves)
         matching = match(others, laid.rest, wanted, to_saved, strict=options.strict)
-        filling = Filling(self._describer)
         later = set(matching.adopted.values())  # other ranks may have a place for it
         filling.add(
             [
@@ -814,6 +875,59 @@ class Loader:
         laid.match(leaves, wanted, filling, matching)
         matching.overlaps = overlapping([leaves.tensors[name] for name in matching.tensors])
         return matching, leaves, filling, laid
+
+    @staticmethod
+    def _key(
+        saved: SavedState, filemap: FileMap, leaves: Leaves, options: _Options, laid: LayoutLoad
+    ) -> tuple[object, ...] | None:
+        """Return what a plan depends on that another load may use; None where none may."""
+        plain = options.to_saved is options.to_live is unchanged and not options.filtered
+        foreign, known = about_foreign(saved.manifest), leaves.known
+        if not plain or foreign or type(laid) is not LayoutLoad or known is None:
+            return None
+        objects = [(o.name, o.kind, o.tensor, o.per_rank) for o in saved.manifest.objects]
+        return known, filemap, objects, [*leaves.objects], [*leaves.per_rank], options.strict
+
+    def _plan(
+        self, tried: _Tried, filling: Filling, options: _Options, unexpected: Sequence[str]
+    ) -> ReadPlan:
+        """Return the plan of what is filled: that of an earlier load, or one for later ones.
+
+        Parameters
+        ----------
+        unexpected
+            The names that this rank had no place for, whatever others have.
+        """
+        manifest, filemap, matching, leaves = (
+            tried.manifest,
+            tried.filemap,
+            tried.matching,
+            tried.leaves,
+        )
+        places = PieceLocations(manifest, filemap, tried.store)
+        if filling.recalled is not None and self._planned is not None:
+            return ReadPlan(manifest, places, self._planned.moves, filling.recalled[1])
+        plan = read_plan(
+            manifest,
+            filemap,
+            [*filling.wants, *tried.laid.wants],
+            allow_absent=not options.strict,
+            places=places,
+        )
+        found = msgspec.structs.replace(matching, unexpected=[*unexpected])
+        files = distinct(plan.moves.rows["file"]).tolist()
+        key = self._key(SavedState.of(manifest), filemap, leaves, options, tried.laid)
+        if (
+            key is not None
+            and found.is_plain
+            and filling.is_in_place
+            and places.all_own(files)
+            and not plan.absent
+            and not any(leaf.fresh for leaf in leaves.tensors.values())
+        ):
+            sizes, buffers = plan.addresses[:, 1], tuple(filling.filled[0])
+            self._planned = _Planned(key, found, filling.names, buffers, sizes, plan.moves, files)
+        return plan
 
     def _refuse_nothing(self, matching: Matching, laid: LayoutLoad) -> None:
         """Refuse a checkpoint of which no rank's state has anything.

@@ -13,9 +13,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import nn
 
+from ckptd.base.torch.overlaps import overlapping
 from ckptd.base.torch.ranks import Agreement, board_of
 from ckptd.base.torch.tensors import as_bytes, dtype_name
-from ckptd.checkpoint.torch.filling import overlapping
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.modules import EXTRA, extra_states

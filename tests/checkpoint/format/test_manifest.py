@@ -176,3 +176,47 @@ def test_json_is_parsed_whole() -> None:
     assert decode_json(b'{"a": [1, 2.5, "x", null, true]}', "x") == {"a": [1, 2.5, "x", None, True]}
     with pytest.raises(CorruptError):
         decode_json(b"{} {}", "x")
+
+
+def _alike(raw: bytes, like: Manifest) -> Any:
+    """Return what is decoded, or the error, when another manifest is known; as without it."""
+    found: list[Any] = []
+    for known in (None, like):
+        try:
+            found.append(decode_manifest(raw, "here", known))
+        except CorruptError as error:
+            found.append((error.message, error.kind, error.found))
+    assert found[0] == found[1]
+    return found[1]
+
+
+def test_a_table_that_is_known_is_not_parsed_and_nothing_else_is_taken_for_it() -> None:
+    like = decode_manifest(msgspec.json.encode(json.loads(document())), "here")
+    like = msgspec.structs.replace(like, tensors=large().tensors)
+    raw = msgspec.json.encode(msgspec.structs.replace(like, format="ckptd", version=1))
+    table = msgspec.json.encode(like.tensors)
+    other = msgspec.structs.replace(like, step=like.step + 1, metadata={"a": [1, {"tensors": 2}]})
+    later = msgspec.json.encode(msgspec.structs.replace(other, format="ckptd", version=1))
+    assert _alike(later, like) == other
+    assert decode_manifest(later, "here", like).tensors is like.tensors
+    head, tail = raw.split(table)
+    escaped = json.dumps(table.decode()).encode()
+    for text in (
+        head + table + table + tail,
+        head + b"[]" + tail,
+        head + escaped + tail,
+        head + b"[" + table + b"]" + tail,
+        head + table[:-1] + b"," + table[1:] + tail,
+        head + table.replace(b"float32", b"float64", 1) + tail,
+        raw[:-1] + b',"tensors":' + table + b"}",
+        raw[:-1] + b',"tensors":[]}',
+        raw[:-1] + b',"metadata":{"x":' + table + b"}}",
+        (head + b"[]" + tail)[:-1] + b',"metadata":{"tensors":' + table + b"}}",
+        (head + b"[]" + tail)[:-1] + b',"metadata":{"tensors":' + escaped + b"}}",
+        raw[:-1] + b',"metadata":{"x":"' + table + b'"}}',
+        raw.replace(b'"version":1', b'"version":2'),
+        raw[:-1],
+        raw + b" {}",
+        table,
+    ):
+        _alike(text, like)

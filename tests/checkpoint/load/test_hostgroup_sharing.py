@@ -453,8 +453,9 @@ def test_a_killed_rank_ends_the_read_on_all_others(tmp_path: Path) -> None:
 
 
 def test_assignments_cover_every_block_once() -> None:
+    from ckptd.base.grids.runs import count, merge
     from ckptd.checkpoint.load.hostgroup import make_schedule
-    from ckptd.checkpoint.load.plan import BlockLine, count, merge
+    from ckptd.checkpoint.load.plan import BlockLine
 
     rng = random.Random(1)
     line = BlockLine([50 << 20, 0, 7 << 20, 300 << 20])

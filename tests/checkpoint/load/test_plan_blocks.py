@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.base.grids.block import Block, box_region, intersect
-from ckptd.checkpoint.load import plan as blocks
-from ckptd.checkpoint.load.plan import (
-    BlockLine,
+from ckptd.base.grids.runs import (
+    Runs,
     clip,
     coalesce,
     count,
@@ -22,10 +21,10 @@ from ckptd.checkpoint.load.plan import (
     encode_runs,
     merge,
     no_runs,
-    split,
     sweep,
-    touched,
 )
+from ckptd.checkpoint.load import plan as blocks
+from ckptd.checkpoint.load.plan import BlockLine, split, touched
 from ckptd.errors import CorruptError
 from ckptd.types import Box
 from tests.checkpoint.load.builder import random_box, random_region
@@ -40,11 +39,11 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", SIZE)
 
 
-def runs_of(members: frozenset[int]) -> blocks.Runs:
+def runs_of(members: frozenset[int]) -> Runs:
     return merge(np.array([(m, m + 1) for m in sorted(members)], np.int64).reshape(-1, 2))
 
 
-def members_of(runs: blocks.Runs) -> set[int]:
+def members_of(runs: Runs) -> set[int]:
     return {m for lo, hi in runs.tolist() for m in range(lo, hi)}
 
 

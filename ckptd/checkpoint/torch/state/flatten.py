@@ -7,9 +7,9 @@ import logging
 import weakref
 from array import array
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
@@ -18,13 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ckptd.base.torch.tensors import (
-    PLAIN,
-    is_dtensor,
-    is_of,
-    is_wrapped,
-    local_tensor,
-)
+from ckptd.base.torch.places import WeakStorages, memory_of
+from ckptd.base.torch.tensors import PLAIN, is_dtensor, is_of, is_wrapped
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     PerRank,
@@ -34,11 +29,17 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
     can_reseed,
 )
-from ckptd.checkpoint.torch.state.modules import add_module, all_modules, reshard
+from ckptd.checkpoint.torch.state.modules import (
+    add_module,
+    all_modules,
+    loads_by_code,
+    reshard,
+)
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
 from ckptd.checkpoint.torch.state.optimizers import (
     ParameterOwners,
     add_again,
+    add_loaded_again,
     add_optimizer,
     ask_optimizer,
 )
@@ -147,7 +148,7 @@ class _Look(msgspec.Struct):
                 things += [v if isinstance(v, torch.Tensor) else None for v in held.values()]
 
 
-class _Known:
+class KnownState:
     """Result of a look, without the objects: it keeps nothing alive that the program frees.
 
     Modules and optimizers are known again by weak references. Tensors are not: one that has a weak
@@ -175,8 +176,8 @@ class _Known:
         self._ids, self._inside, self._records = ids, inside, sink.records
         self._facts = look.facts
         self._positions = array("Q", tensors)
-        self._memory, _, storages = _memory(tensors.values())
-        self._storages = _WeakStorages(storages)
+        self._memory, _, storages = memory_of(tensors.values())
+        self._storages = WeakStorages(storages)
         shared: dict[Any, Any] = {}
         for column in self._memory:
             if isinstance(column, list):
@@ -214,7 +215,7 @@ class _Known:
         leaves.known = self._token = None if self._fresh is None else object()
 
     @staticmethod
-    def of(sites: Sequence[Site], sink: Sink) -> _Known | None:
+    def of(sites: Sequence[Site], sink: Sink) -> KnownState | None:
         """Return what is to be known of a state; None where each save has to look through it."""
         look = _Look.at(sites)
         ids = _ids(look.things)
@@ -232,7 +233,7 @@ class _Known:
         seen = {*_ids(look.things)}.issuperset(_ids(sink.live))
         if old or not seen or not sink.recallable:
             return None
-        known = _Known(look, ids, [*first.values()], sink)
+        known = KnownState(look, ids, [*first.values()], sink)
         return None if known._fresh is None else known
 
     def ask(self, sites: Sequence[Site]) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class _Known:
         CkptdError
             Something cannot be added.
         """
-        look, said = _Look.at(sites), asked.said
+        look, said, loads = _Look.at(sites), asked.said, asked.saved is not None
         if (
             look.facts != self._facts
             or _ids(look.things) != self._ids
@@ -275,14 +276,14 @@ class _Known:
         ):
             return None
         tensors = [look.things[at] for at in self._positions]
-        memory, locals, storages = _memory(tensors)
+        memory, locals, storages = memory_of(tensors)
         if memory != self._memory:
             return None
 
         def leaf(name: str, number: int) -> TensorLeaf:
             meshed, kind, own, wrapped = self._forms[number]
             local, section = locals[number].detach(), self._sections[number]
-            whole = tensors[number] if meshed else local
+            whole = (tensors[number].detach() if loads else tensors[number]) if meshed else local
             origin = look.things[self._origins[number]] if wrapped else tensors[number]
             aliases, path = self._tied.get(number, ()), self._paths[name]
             of = (section, kind, path, origin, aliases, None, own, wrapped)
@@ -299,19 +300,21 @@ class _Known:
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
             known=self._token,
         )
-        sink = Sink.again(leaves, ChainMap({}, self._paths))
-        sink.said, sink.told = said, asked.told
+        sink = asked.again(leaves, ChainMap({}, self._paths))
         for site in sites:
-            if isinstance(site.value, torch.optim.Optimizer):
-                name, form = site.place.name, self._states[site.place.name]
+            name = site.place.name
+            if not is_heavy(site):
+                _add(sink, site, owners)
+            elif loads:
+                if not _loads_again(sink, site, owners, self._states.get(name, ())):
+                    return None
+            elif isinstance(site.value, torch.optim.Optimizer):
+                form = self._states[name]
                 if said[name] is not None and said[name].apart != form.apart:
                     return None
                 add_again(sink, site.place, site.value, owners, form)
             elif isinstance(site.value, nn.Module):
-                name = site.place.name
                 self._sayings[name][0].add(sink, site.place, said.get(name, {}))
-            elif not is_heavy(site):
-                _add(sink, site, owners)
         same = self._forms_of(sink.fresh) == self._fresh and len(leaves.tensors) == len(self._order)
         return leaves if same else None
 
@@ -329,53 +332,15 @@ class _Known:
         ]
 
 
-class _WeakStorages:
-    """Weak references to storages, a number each."""
-
-    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        # Modules go before objects do.
-        self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
-        references: list[Any] = [s._weak_ref() for s in storages]
-        self._references = array("Q", references)
-
-    def __del__(self) -> None:
-        for reference in self._references:
-            self._free(reference)
+def _loads_again(sink: Sink, site: Site, owners: ParameterOwners, keys: Collection[str]) -> bool:
+    """Add what a load adds of a site besides known tensors; False where it is another thing now."""
+    if isinstance(site.value, torch.optim.Optimizer):
+        return add_loaded_again(sink, site.place, site.value, owners, site.speaker, keys)
+    return not isinstance(site.value, nn.Module) or not loads_by_code(site.value, site.place)
 
 
 def _ids(things: Iterable[Any]) -> array[int]:
     return array("Q", map(id, things))
-
-
-def _memory(
-    tensors: Iterable[torch.Tensor],
-) -> tuple[list[Any], list[torch.Tensor], list[torch.UntypedStorage]]:
-    """Return where tensors lie and how that is read, in columns; this rank's parts; their storages.
-
-    Two that are equal are the same view of the same memory, as long as a weak reference keeps the
-    identity of the storage that was there at first from others.
-    """
-    wholes = [*tensors]
-    locals = [t if type(t) in PLAIN else local_tensor(t) for t in wholes]
-    storages = [local.untyped_storage() for local in locals]
-    columns = [
-        # The storage says the device. Memory that is empty here (an uneven shard) has no address.
-        array("Q", [storage._cdata for storage in storages]),
-        array("Q", map(methodcaller("data_ptr"), locals)),
-        [local.shape for local in locals],
-        [local.stride() for local in locals],
-        [local.dtype for local in locals],
-        # The bits of a view change what is read and not where.
-        bytes(map(methodcaller("is_conj"), locals)),
-        bytes(map(methodcaller("is_neg"), locals)),
-        # The mesh is an object that others may be equal to: ranks agree on its identity alone.
-        [
-            (at, id(whole.device_mesh), whole.placements, whole.shape)
-            for at, (whole, local) in enumerate(zip(wholes, locals, strict=True))
-            if local is not whole and is_dtensor(whole)
-        ],
-    ]
-    return columns, locals, storages
 
 
 _log = logging.getLogger("ckptd")
@@ -388,7 +353,7 @@ class Flattener:
     """
 
     def __init__(self) -> None:
-        self._known: _Known | None = None
+        self._known: KnownState | None = None
         self._owners = ParameterOwners(())
 
     def flatten(self, state: Mapping[str, Any]) -> Leaves:
@@ -403,7 +368,7 @@ class Flattener:
                     return leaves
         self._known = None
         self._owners = collect(sink, sites)
-        self._known = _Known.of(sites, sink)
+        self._known = KnownState.of(sites, sink)
         return sink.leaves
 
 
@@ -438,11 +403,17 @@ def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
 
 
 def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
-    if is_heavy(site):
+    if not is_heavy(site):
+        with sink.afresh():
+            _add_one(sink, site, owners)
+    elif sink.saved is None or isinstance(site.value, torch.Tensor):
         _add_one(sink, site, owners)
-        return
-    with sink.afresh():
+    else:
+        before = sink.leaves.besides
         _add_one(sink, site, owners)
+        # Of an optimizer, its groups, and what ends its load.
+        usual = 2 if isinstance(site.value, torch.optim.Optimizer) else 0
+        sink.recallable &= sink.leaves.besides - before == usual
 
 
 def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:

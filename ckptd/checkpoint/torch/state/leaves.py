@@ -287,6 +287,10 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
         found = map(self._found.__getitem__, names)
         return [self._locals[f] if type(f) is int else f.local for f in found]
 
+    def made(self) -> list[TensorLeaf]:
+        """Return the leaves that were asked for or put there."""
+        return [leaf for leaf in self._found.values() if type(leaf) is TensorLeaf]
+
     def __getitem__(self, name: str) -> TensorLeaf:
         found = self._found[name]
         if type(found) is int:
@@ -491,6 +495,17 @@ class Leaves(msgspec.Struct):
                 hint="dequantize or leave them out; saves and loads without layout= take them",
             )
 
+    @property
+    def besides(self) -> int:
+        """Number of things that a load adds besides tensors and each rank's own."""
+        return sum(map(len, (self.objects, self.pending, self.handing, self.misfits, self.paths)))
+
+    def assigned(self) -> list[TensorLeaf]:
+        """Return the leaves that are copies; what is recalled is none."""
+        held = self.tensors
+        leaves = held.made() if isinstance(held, RecalledLeaves) else held.values()
+        return [leaf for leaf in leaves if leaf.assign is not None]
+
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""
         return self.tensors.get(self.aliases.get(name, name))
@@ -533,6 +548,14 @@ class SavedNames:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_sorted", sorted({*self.tensors, *self.aliases}))
+
+    def fits(self, other: SavedNames) -> bool:
+        """Tell whether leaves for one are leaves for the other, whatever values objects have."""
+        ours, theirs = (
+            (s.tensors, s.objects, s.aliases, s.groups.keys(), s.wrapped, s.foreign, s.live)
+            for s in (self, other)
+        )
+        return ours == theirs
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return dtype name and shape of a tensor, by its name or an alias."""
@@ -611,12 +634,11 @@ class Sink:
         """Return the leaf that has the memory for which `memory_key` gives `key`."""
         return self._by_memory.get(key)
 
-    @staticmethod
-    def again(leaves: Leaves, paths: MutableMapping[str, str]) -> Sink:
-        """Return one that has leaves already, under names that stand at `paths`."""
-        sink = Sink()
-        sink.leaves = leaves
-        sink._paths = paths
+    def again(self, leaves: Leaves, paths: MutableMapping[str, str]) -> Sink:
+        """Return one for the same that has leaves already, under names that stand at `paths`."""
+        sink = Sink(self.saved, self.device)
+        sink.leaves, sink._paths = leaves, paths
+        sink.said, sink.told = self.said, self.told
         return sink
 
     @contextmanager
@@ -685,6 +707,7 @@ class Sink:
             )
         said = self.add_object(place, record, put_nothing, kind="subclass")
         self.records += [] if self._fresh else [said]
+        self.recallable &= self.saved is None
         leaves = []
         around = spread(tensor) if around is None else around
         for name, part in parts_of(tensor):

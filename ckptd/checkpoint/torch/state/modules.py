@@ -236,6 +236,11 @@ def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
         _add_loaded(sink, sink.saved, place, module, named)
 
 
+def loads_by_code(module: nn.Module, place: StatePlace) -> bool:
+    """Tell whether a load runs code of a module's own."""
+    return has_code(module, [placed for placed, _ in _named_modules(module, "", place)])
+
+
 _WORDS: TensorKind = "buffer"
 """Tensors that a module says besides its parameters and buffers are as good as buffers."""
 

@@ -306,6 +306,7 @@ def add_optimizer(
     if known:
         # What it says itself may have names that torch's own of its class has not.
         keys = {key for entries in saved.values() for key in entries} if not own else set()
+        sink.forms[place.name] = keys
         if (why := misfit(optimizer, groups, set(names.values()), keys)) is not None:
             # Nothing of it has a place here: what is taken is all of a state, or nothing.
             sink.leaves.misfits[place.name] = why
@@ -313,9 +314,7 @@ def add_optimizer(
     if own:
         _Handing(sink, place, optimizer, speaker, names).add(saved)
         return
-    hyper = _Hyperparameters(sink, optimizer, names)
-    check = partial(_match_groups, optimizer, names, at.name)
-    sink.add_object(at, None, hyper.put, kind="groups", check=check)
+    hyper = _add_groups(sink, place, optimizer, names)
     if isinstance(optimizer, HostedOptimizer):
         _take_masters(sink, optimizer, owners, at.name)
     found = [at.name]
@@ -331,6 +330,41 @@ def add_optimizer(
 
     settle = partial(hyper.settle, place.name, speaker)
     sink.leaves.handing.append(PendingState(tuple(found), settle))
+
+
+def _add_groups(
+    sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
+) -> _Hyperparameters:
+    at, hyper = _groups_at(place), _Hyperparameters(sink, optimizer, names)
+    check = partial(_match_groups, optimizer, names, at.name)
+    sink.add_object(at, None, hyper.put, kind="groups", check=check)
+    return hyper
+
+
+def add_loaded_again(
+    sink: Sink,
+    place: StatePlace,
+    optimizer: Optimizer,
+    owners: ParameterOwners,
+    speaker: Any,
+    keys: Collection[str],
+) -> bool:
+    """Add what a load adds of an optimizer besides tensors that are known.
+
+    False where it is more than groups of plain values, or the saved state is of another optimizer.
+    """
+    at, names = _groups_at(place), owners.names(optimizer, place)
+    groups = None if sink.saved is None else sink.saved.groups.get(at.name)
+    own = has_own_words(optimizer) or any(_noted(group, _SAID) for group in _listed(groups))
+    tensors = any(True for group in optimizer.param_groups for _ in _tensors_of(group))
+    if own or tensors or groups is None or isinstance(optimizer, HostedOptimizer):
+        return False
+    if misfit(optimizer, groups, set(names.values()), keys) is not None:
+        return False
+    hyper = _add_groups(sink, place, optimizer, names)
+    settle = partial(hyper.settle, place.name, speaker)
+    sink.leaves.handing.append(PendingState((at.name,), settle))
+    return True
 
 
 def _add_saved(

@@ -13,6 +13,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,7 @@ from ckptd.base.torch.ranks import Agreement
 from ckptd.base.torch.tensors import DTYPE_NAMES
 from ckptd.checkpoint.format.manifest import SUBCLASS, Manifest, about_foreign, foreign_unread
 from ckptd.checkpoint.format.words import unread_tensors
-from ckptd.checkpoint.torch.state.flatten import collect
+from ckptd.checkpoint.torch.state.flatten import KnownState, collect
 from ckptd.checkpoint.torch.state.leaves import (
     Dropped,
     Leaves,
@@ -35,10 +36,11 @@ from ckptd.checkpoint.torch.state.leaves import (
     Sink,
     TensorLeaf,
 )
-from ckptd.checkpoint.torch.state.modules import check_buffers, materialise
+from ckptd.checkpoint.torch.state.modules import check_buffers, materialise, reshard
+from ckptd.checkpoint.torch.state.optimizers import ParameterOwners
 from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.checkpoint.torch.state.words import is_note
-from ckptd.errors import MismatchError
+from ckptd.errors import CkptdError, MismatchError
 
 _log = logging.getLogger("ckptd")
 
@@ -122,6 +124,12 @@ class Matching(msgspec.Struct, dict=True):
     differences: list[str] = msgspec.field(default_factory=list)
     required: Callable[[str], bool] = bool
     adopted: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each leaf is filled with one tensor, and nothing is missing or to be compared."""
+        found = (self.copies, self.overlaps, self.missing, self.differences, self.adopted)
+        return not any(found)
 
     def keep_adopted(self, unexpected: Collection[str]) -> list[str]:
         """Leave out what was adopted and other ranks have a place for; return what is kept.
@@ -398,8 +406,19 @@ def look(state: Mapping[str, Any]) -> Leaves:
     return sink.leaves
 
 
+class PreparedState:
+    """Memory of `prepare` of one state, load after load."""
+
+    def __init__(self) -> None:
+        self.known: tuple[SavedNames, KnownState] | None = None
+        self.owners = ParameterOwners(())
+
+
 def prepare(
-    state: Mapping[str, Any], saved: SavedNames, device: torch.device | str | None = None
+    state: Mapping[str, Any],
+    saved: SavedNames,
+    device: torch.device | str | None = None,
+    former: PreparedState | None = None,
 ) -> Leaves:
     """Return the leaves of `state` for a load; changes nothing.
 
@@ -415,6 +434,9 @@ def prepare(
         What this load is going to read.
     device
         Where tensors on the meta device get their memory; see `tensors.target_device`.
+    former
+        What the last call left. A state of which nothing has another place, memory or form is not
+        looked through again for the same names.
 
     Raises
     ------
@@ -422,13 +444,21 @@ def prepare(
         As `flatten`; also.
     """
     target = None if device is None else torch.device(device)
-    sink = Sink(saved, target)
-    sites = walk(state, saved)
+    sites, sink = walk(state, saved), Sink(saved, target)
     modules = [(s.place, s.value) for s in sites if isinstance(s.value, nn.Module)]
     for place, module in modules:
         check_buffers(module, place)
-    collect(sink, sites)
+        reshard(module)
+    if former is not None and former.known is not None and former.known[0].fits(saved):
+        # What cannot be added, or has another form, is looked at with all the rest.
+        with suppress(CkptdError):
+            if (leaves := former.known[1].again(sites, sink, former.owners)) is not None:
+                return leaves
+    owners = collect(sink, sites)
     materialise(sink.leaves, saved, [m for _, m in modules], target)
+    if former is not None:
+        found = KnownState.of(sites, sink) if not sink.leaves.pending else None
+        former.known, former.owners = None if found is None else (saved, found), owners
     return sink.leaves
 
 
@@ -475,7 +505,7 @@ def apply_objects(
         if loaded and (tensors is not None or not pending.unit or pending.unit in values):
             pending.change()
     leaves.pending.clear()
-    for tensor in leaves.tensors.values():
+    for tensor in leaves.assigned():
         if tensor.assign is not None and tensor.name in filled:
             tensor.assign(tensor.tensor)
     # Modules first: an optimizer may look at its parameters, and a scheduler at its optimizer.

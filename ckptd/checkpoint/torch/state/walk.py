@@ -365,9 +365,10 @@ def is_live(value: Any) -> bool:
 
 def is_state_dict(value: dict[Any, Any]) -> bool:
     """Return whether the keys of `value` are FQNs: all tensors, or what a module gave."""
-    if not value or not all(type(k) is str for k in value):
+    if {*map(type, value)} != {str}:
         return False
-    return hasattr(value, "_metadata") or all(isinstance(v, torch.Tensor) for v in value.values())
+    one_of_each = {type(v): v for v in value.values()}.values()
+    return hasattr(value, "_metadata") or all(isinstance(v, torch.Tensor) for v in one_of_each)
 
 
 def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
@@ -434,7 +435,7 @@ class _Walker(Nesting):
         # What has a place of its own in the live state stays of its class.
         plain = value if type(value) in DICTS else dict(value)
         one = Site(place, plain, partial(_put_container, value, put))
-        if isinstance(value, Counter) or not all(type(k) in (str, int) for k in value):
+        if isinstance(value, Counter) or {*map(type, value)} - {str, int}:
             if self._holds(is_live, value, place.path):
                 raise UsageError(
                     "a key cannot be used as a name in a checkpoint",
