@@ -124,12 +124,12 @@ def _changed(old: U8, new: U8, size: int, most: int) -> RunChange:
     if low == _BITS:
         places = np.packbits(xor != 0, bitorder="little").tobytes()
     else:
-        bits = (at.astype("<u2")[:, None] >> np.arange(low, dtype=np.uint16)) & 1
+        bits = np.unpackbits(at.astype("<u2").view(np.uint8), bitorder="little")
+        bits = bits.reshape(-1, 16)[:, :low]
         rest = np.zeros(8 * least[2], np.uint8)
         rest[(at >> low) + np.arange(len(at))] = 1
         places = b"".join(
-            np.packbits(x.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
-            for x in (bits, rest)
+            np.packbits(x.reshape(-1), bitorder="little").tobytes() for x in (bits, rest)
         )
     return RunChange(head + places + b"".join(streams), packs)
 
@@ -194,24 +194,29 @@ def apply(base: U8, delta: bytes | memoryview, size: int) -> None:
         planes = _unpacked(delta[1:], len(values), size)
         values ^= _joined(planes, size)
         return
-    count, number = len(values), 0
+    count, low, number = len(values), 0, 0
     if len(delta) >= _HEAD.size and delta[:1] == SPARSE:
         _, low, number = _HEAD.unpack_from(delta)
-    if not 0 < number <= count or _places(number, count)[0] != low:
+    right, *lengths = _places(number, count) if 0 < number <= count else (-1,)
+    if right != low:
         raise _no_delta("a form that there is, and so many elements")
-    ends = list(accumulate(_places(number, count)[1:], initial=_HEAD.size))
+    ends = list(accumulate(lengths, initial=_HEAD.size))
     if len(delta) < ends[2]:
         raise _no_delta("all of its places")
     lows, rest = (np.frombuffer(delta[a:b], np.uint8) for a, b in pairwise(ends))
-    at = np.flatnonzero(np.unpackbits(rest, bitorder="little"))
+    at = np.flatnonzero(np.unpackbits(rest, bitorder="little").view(np.bool_))
     if len(at) != number:
         raise _no_delta(f"{number} elements", f"{len(at)} elements")
     if low != _BITS:
-        bits = np.unpackbits(lows, count=number * low, bitorder="little").reshape(number, low)
+        bits = np.zeros((number, 16), np.uint8)
+        bits[:, :low] = np.unpackbits(lows, count=number * low, bitorder="little").reshape(
+            number, low
+        )
         at = (at - np.arange(number)) << low
-        for i in range(low):
-            at |= bits[:, i].astype(np.int64) << i
-    if at[-1] >= count or not np.all(at[1:] > at[:-1]):
+        at |= np.packbits(bits.reshape(-1), bitorder="little").view("<u2")
+        if not np.all(at[1:] > at[:-1]):
+            raise _no_delta("places that rise")
+    if at[-1] >= count:
         raise _no_delta("elements of the block")
     values[at] ^= _joined(_unpacked(delta[ends[2] :], number, size), size)
 
