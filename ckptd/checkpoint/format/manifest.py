@@ -262,7 +262,7 @@ def decode_manifest(raw: bytes, where: str, like: Manifest | None = None) -> Man
     """Parse a manifest; `where` names it in errors and its suffix tells compression.
 
     Cross-references are checked by `ckptd.checkpoint.format.invariants.check_manifest`, not here.
-    The table of tensors is that of `like` itself where it is the same text: it is parsed once.
+    The table of tensors is that of `like` itself where it is the same.
 
     Raises
     ------
@@ -286,7 +286,9 @@ def decode_manifest(raw: bytes, where: str, like: Manifest | None = None) -> Man
                 return msgspec.structs.replace(bare, tensors=like.tensors)
     document = decode_json(raw, where)
     _check_version(document, where)
-    return convert(document, Manifest, where)
+    found = convert(document, Manifest, where)
+    alike = like is not None and like.tensors == found.tensors  # a short one has blanks
+    return msgspec.structs.replace(found, tensors=like.tensors) if like and alike else found
 
 
 def decode_json(raw: bytes, where: str) -> dict[str, Any]:

@@ -187,6 +187,7 @@ SAVED: dict[str, Callable[[State], object]] = {
     "another optimizer": lambda s: s.update(optim=torch.optim.Adam(s["model"].parameters())),
     "no state": CHANGES["no state"],
     "a list": lambda s: s.update(steps=[1, 2]),
+    "another order": CHANGES["order"],
 }
 
 
@@ -225,6 +226,36 @@ def test_each_load_is_of_the_checkpoint_as_it_is(tmp_path: Path, saved: str) -> 
                 wanted = outcome(fresh, state)
             for _ in range(2):
                 assert outcome(ck, state) == wanted, step
+
+
+def test_a_rate_that_lies_in_a_leaf_is_not_written_there(tmp_path: Path) -> None:
+    state, other = make(), make()
+    rate_in_a_leaf(state)
+    other["plain"]["rate"] = torch.tensor(0.75)
+    other["optim"].param_groups[0]["lr"] = 0.25
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, other).durable()
+        for _ in range(4):
+            state["optim"].param_groups[0]["lr"] = state["plain"]["rate"]
+            spoil(state)
+            ck.load(state)
+            assert state["plain"]["rate"].item() == 0.75
+            assert float(state["optim"].param_groups[0]["lr"]) == 0.25
+
+
+def test_arrays_that_lie_over_one_another_by_now_are_found(tmp_path: Path) -> None:
+    base = np.arange(9.0)
+    state: State = {"a": base[:6].copy(), "b": base[3:].copy()}
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, state).durable()
+        for _ in range(3):
+            ck.load(state)
+        for values in (base, np.arange(9.0)):
+            state["a"], state["b"] = values[:6], values[3:]
+            ck.load(state)
+        state["a"], state["b"] = base[:6], base[1:7]
+        with pytest.raises(MismatchError, match="share memory"):
+            ck.load(state)
 
 
 def test_options_are_not_those_of_the_load_before(tmp_path: Path) -> None:
