@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,16 +51,19 @@ class SaidClass(NamedTuple):
     follows: bool = False
 
 
-def _classes() -> Iterator[SaidClass]:
-    """Yield the classes of the table beside this module, those that are looked for first first."""
+@cache
+def classes() -> tuple[SaidClass, ...]:
+    """Return those of the table beside this module, those that are looked for first first.
+
+    Not as this is imported: patterns take 4 ms, and most processes never hear of a failure.
+    """
     table = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-    for row in table[1:]:
-        name, follows, nvrx, symptom, action, pattern = row.split("\t")
-        fits = re.compile(pattern, re.IGNORECASE)
-        yield SaidClass(name, fits, action, nvrx, symptom, bool(follows))
+    return tuple(
+        SaidClass(name, re.compile(fits, re.IGNORECASE), action, nvrx, symptom, bool(follows))
+        for name, follows, nvrx, symptom, action, fits in (row.split("\t") for row in table[1:])
+    )
 
 
-CLASSES = tuple(_classes())
 _ERROR = SaidClass(
     "program", re.compile("$^"), "mend the program: it ends so again", "28", "User code error"
 )
@@ -285,7 +289,7 @@ def _lines(source: str, text: str, pids: Mapping[int, int]) -> Iterator[SaidLine
 
 def class_of(text: str) -> SaidClass | None:
     """Return the class that a line shows by itself, if any."""
-    return next((kind for kind in CLASSES if kind.pattern.search(text)), None)
+    return next((kind for kind in classes() if kind.pattern.search(text)), None)
 
 
 def _rank(text: str, rank: int | None, own: list[int], pids: Mapping[int, int]) -> int | None:
@@ -318,7 +322,6 @@ def _clock(text: str) -> float | None:
                 moment = datetime(2000, month, int(parts["day"]), hour, minute, second, tzinfo=UTC)
             except ValueError:
                 continue
-            begin = datetime(2000, 1, 1, tzinfo=UTC)
             part = float("0." + parts["part"][1:]) if parts.get("part") else 0.0
-            return (moment - begin).total_seconds() + part
+            return (moment - datetime(2000, 1, 1, tzinfo=UTC)).total_seconds() + part
     return None

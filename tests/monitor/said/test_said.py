@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.monitor.rules.said import CLASSES, said, said_of, together
+from ckptd.monitor.rules.said import classes, said, said_of, together
 from tests.monitor.said.public import CASES, Case
 from tests.monitor.said.real import PROGRAMS, RANKS
 
@@ -27,7 +27,7 @@ def test_a_public_failure_has_its_class_and_rank(case: Case) -> None:
 
 def test_there_are_failures_enough() -> None:
     assert len(CASES) + len(PROGRAMS) >= 40
-    known = {kind.name for kind in CLASSES} | {"program"}
+    known = {kind.name for kind in classes()} | {"program"}
     wanted = {case.kind for case in CASES} | {kind for _, kind, _ in PROGRAMS.values()}
     assert wanted - known == {""}
 
