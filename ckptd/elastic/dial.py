@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.net.address import parse_address
 from ckptd.base.net.connection import Connection, greet_server
+
+if TYPE_CHECKING:
+    from ckptd.base.net.tls import Identity
 
 PURPOSE = "controller"
 """Of the connections to a controller, see `ckptd.base.net.roles.DOORS`."""
@@ -62,17 +65,19 @@ def dial(
     return connection, str(said.get("life", ""))
 
 
-def await_greeting(address: str, timeout_s: float) -> None:
+def await_greeting(address: str, timeout_s: float, identity: Identity | None = None) -> None:
     """Return once the server at `address` has answered: its process is there and runs.
 
     That it can be connected to proves neither: the kernel accepts connections to a process that is
-    stopped. The secret is not needed, because in TLS the server proves itself first.
+    stopped, and a proxy those to one that is gone.
 
     Parameters
     ----------
     timeout_s
         For the connection, and once more for the greeting: a slow look-up of the name says nothing
         of the server.
+    identity
+        With one the server has to prove that it is the job's controller; without, it may be any.
 
     Raises
     ------
@@ -82,10 +87,10 @@ def await_greeting(address: str, timeout_s: float) -> None:
         Kind ``link-late``: no answer within `timeout_s`. Kinds of `Connection`: nothing listens
         there.
     StoreError
-        What listens there is no server of ckptd.
+        What listens there is no server of ckptd, or not the job's controller.
     """
     connection = Connection(parse_address(address).connect(timeout_s), address, _SEND_S)
     try:
-        connection.shake(None, timeout_s)
+        connection.shake(identity, timeout_s, None if identity is None else PURPOSE)
     finally:
         connection.release()

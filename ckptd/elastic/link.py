@@ -15,7 +15,7 @@ from ckptd.base.net.connection import Connection
 from ckptd.base.net.signing import SECRET_VARIABLE, secret_path
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import msgpack_decoder
-from ckptd.elastic.dial import dial
+from ckptd.elastic.dial import PURPOSE, await_greeting, dial
 from ckptd.elastic.messages import (
     Beat,
     Begin,
@@ -186,6 +186,19 @@ class NodeLink:
         """Why no controller is connected, for people; empty while one is."""
         return self._problem
 
+    def greet(self, address: str, timeout_s: float) -> None:
+        """Return once the controller at `address` has answered, see `await_greeting`.
+
+        Once one has answered this node, its secret is known to be right, and what does not prove
+        itself by that is none. Before, anything counts: a node with another secret must not start
+        one beside that of all others.
+        """
+        from ckptd.base.net.tls import identity_at
+
+        node = self._up().node
+        own = identity_at(PURPOSE, self._secret, "agent", node, self._job)
+        await_greeting(address, timeout_s, own if self._answered else None)
+
     def new_refusal(self) -> str:
         """Return, for people, why a controller refuses this node; empty if it was returned."""
         problem = self._problem if self._refused else ""
@@ -209,8 +222,10 @@ class NodeLink:
 
     @property
     def _refuses(self) -> bool:
-        # Until an echo: a node is connected for a moment each time before it is refused.
-        return self._refused and self._refusal != "not-the-controller"
+        # Until an echo: a node is connected for a moment each time before it is refused. Anybody
+        # can refuse so, and a node that was answered before knows that its secret is right.
+        by_any = ("not-the-controller", *(("permission",) if self._answered else ()))
+        return self._refused and self._refusal not in by_any
 
     @property
     def alive(self) -> bool:

@@ -256,6 +256,7 @@ class Side:
             start=self.node.workers.start_other,
             anywhere=True,
             kept_log=run_folder() / f"controller-{digest}.log",
+            greet=lambda *asked: self._link.greet(*asked),
         )
 
     def _mark_environment(self, token: str) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from ckptd.base.net.tls import Identity
+from ckptd.base.net.tls import identity_at as identity
 from ckptd.elastic.dial import await_greeting, dial
 from ckptd.elastic.operator import OperatorLink
-from ckptd.errors import NotFoundError, TransientStoreError
-from tests.elastic.controlled import controlled
+from ckptd.errors import CkptdError, NotFoundError, TransientStoreError
+from tests.elastic.controlled import SECRET, controlled
+from tests.processes import PATIENCE_S
 
 NO_NAME = "a..b"
 
@@ -28,6 +35,69 @@ def test_a_name_that_cannot_be_is_an_address_where_nobody_answers() -> None:
     with OperatorLink(lambda: f"{NO_NAME}:9", "j", b"s" * 32, timeout_s=0.0) as link:
         with pytest.raises(NotFoundError, match="no controller answers"):
             link.status()
+
+
+STRANGERS = {
+    "closes": b"",
+    "says that it does not know us": bytes([21, 3, 3, 0, 2, 2, 48]),
+    "is no TLS": b"HTTP/1.1 200 OK\r\n\r\n",
+}
+"""What the first stranger at a controller's address says to all that come."""
+
+
+@contextmanager
+def stranger(says: str, job: str = "j") -> Iterator[str]:
+    """A server that has not the job's secret, where a controller was; ``stalls`` says nothing."""
+    end, role = threading.Event(), says.partition(" ")[2]
+    context = None
+    if says.startswith("shows"):
+        # A certificate that anybody makes, or that a rank of the job has, and the job's own name.
+        secret = SECRET.encode() if role == "rank" else b"s" * 32
+        one = Identity(secret, "rank" if role == "rank" else "controller", "n9", job)
+        context = one.context(server=True)
+
+    def meet(conn: socket.socket) -> None:
+        with conn, suppress(OSError):
+            if context is not None:
+                with context.wrap_socket(conn, server_side=True) as tls:
+                    tls.recv(1)
+            elif says in STRANGERS:
+                conn.recv(1 << 16)
+                conn.sendall(STRANGERS[says])
+            else:
+                end.wait()
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=meet, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield "{}:{}".format(*listener.getsockname())
+        finally:
+            end.set()
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+ALL = [*STRANGERS, "stalls", "shows controller", "shows rank"]
+
+
+@pytest.mark.parametrize("says", ALL)
+def test_who_cannot_prove_it_is_no_controller(says: str) -> None:
+    own = identity("controller", SECRET.encode(), "agent", "n0", "j")
+    with stranger(says) as address:
+        with pytest.raises(CkptdError):
+            await_greeting(address, 0.5, own)
+        if says.startswith("shows"):
+            await_greeting(address, PATIENCE_S)  # it may be any
+
+
+def test_the_jobs_controller_proves_it(tmp_path: Path) -> None:
+    with controlled(tmp_path) as controller:
+        own = identity("controller", SECRET.encode(), "agent", "n0", "j")
+        await_greeting(controller.address, PATIENCE_S, own)
 
 
 def test_a_process_that_is_stopped_does_not_greet(tmp_path: Path) -> None:

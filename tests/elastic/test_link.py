@@ -14,7 +14,7 @@ from ckptd.base.net.connection import Connection
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.places import open_places
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, StoreError
 from tests.elastic.controlled import SECRET, controlled, pretended
 from tests.processes import until
 
@@ -100,6 +100,13 @@ def test_a_controller_that_refuses_is_not_absent() -> None:
         link._disconnect()
     link._note(RefusedError("another job's", kind="not-the-controller"))
     assert link.absent_s > 59.0
+    # Anybody can answer that: it says something only while this node's secret may be the wrong one.
+    link._note(StoreError("another secret", kind="permission"))
+    assert link.absent_s == 0.0
+    link._answered = True
+    assert link.absent_s > 59.0
+    link._note(RefusedError("the name of this node is already in use", kind="name-taken"))
+    assert link.absent_s == 0.0
     link.start().close(0.0)
 
 

@@ -214,8 +214,12 @@ class Connection:
 
         self.tls = TlsSession(identity, server=True, where=self.peer)
 
-    def shake(self, identity: Identity | None, wait_s: float) -> Certified:
+    def shake(
+        self, identity: Identity | None, wait_s: float, purpose: str | None = None
+    ) -> Certified:
         """Prove both ends, as the client; return what the server is.
+
+        With a `purpose`, one of `DOORS`, it has the role that answers there.
 
         The last of it goes out with what is sent next, so that a server which refuses us has
         nothing unread, and what it says of that arrives.
@@ -223,7 +227,8 @@ class Connection:
         Raises
         ------
         StoreError
-            Kind ``permission``: the secrets differ. The server speaks another protocol.
+            Kind ``permission``: the secrets differ, or its role is another one. It speaks another
+            protocol.
         RefusedError
             Kind ``not-the-controller``: it is of another scope.
         """
@@ -239,6 +244,14 @@ class Connection:
                     self._sock.sendall(tls.to_send())
                     raise
                 if done and tls.peer is not None:
+                    if purpose is not None and tls.peer.role != DOORS[purpose].serves:
+                        raise StoreError(
+                            "the server's certificate is of another role",
+                            kind="permission",
+                            where=self.peer,
+                            wanted=DOORS[purpose].serves,
+                            found=tls.peer.role,
+                        )
                     return tls.peer
                 self._sock.sendall(tls.to_send())
             self._wait_at_most(end)
@@ -630,15 +643,7 @@ def greet_server(
     else:
         from ckptd.base.net.tls import identity_at
 
-        served = connection.shake(identity_at(purpose, proof, role, node, scope), wait_s)
-        if served.role != DOORS[purpose].serves:
-            raise StoreError(
-                "the server's certificate is of another role",
-                kind="permission",
-                where=connection.peer,
-                wanted=DOORS[purpose].serves,
-                found=served.role,
-            )
+        connection.shake(identity_at(purpose, proof, role, node, scope), wait_s, purpose)
     connection.send(Hello(VERSION, purpose, about or {}))
     answer, _ = connection.receive(_ANSWER, end - time.monotonic())
     if isinstance(answer, Refusal):

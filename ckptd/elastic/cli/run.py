@@ -718,16 +718,21 @@ class _Run:
             folder,
             self.say,
             o.node if o.high > 1 else "",
+            greet=self._greet,
         )
 
     def _own_address(self) -> str:
         """Return where a controller listens that other nodes find by the log alone."""
+        from ckptd.base.net.address import is_loopback
         from ckptd.base.runtime.host import address_towards, loopback
 
         if self._o.high == 1:
             return loopback()
         if self._o.local_addr or os.environ.get(SECRET_VARIABLE):
-            return self._o.local_addr or address_towards(_ELSEWHERE)
+            found = self._o.local_addr or address_towards(_ELSEWHERE)
+            if is_loopback(found):
+                self.say(f"no other machine reaches {found}: give this one's address, --local-addr")
+            return found
         self.say(f"without {SECRET_VARIABLE}, only launchers on this machine find this one")
         return loopback()
 
@@ -779,6 +784,10 @@ class _Run:
         if self._watch is not None:
             self._watch.turn(self._supervisor)
         return listens
+
+    def _greet(self, address: str, timeout_s: float) -> None:
+        if self._launcher is not None:  # it is there when the supervisor looks
+            self._launcher.greet(address, timeout_s)
 
     def _daemon_at(self, url: str) -> None:
         if self._watch is not None:

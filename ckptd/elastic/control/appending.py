@@ -25,6 +25,8 @@ class Appender:
         Records that it holds.
     tell
         Is given a sentence when the log does not take a record.
+    seated
+        Raises `ConflictError` where another controller has the seat by now.
     patience_s
         How long a record is tried for; nothing can change meanwhile, and training goes on.
     """
@@ -34,10 +36,11 @@ class Appender:
         log: MembershipLog,
         number: int,
         tell: Callable[[str], None],
+        seated: Callable[[], None],
         patience_s: float = 600.0,
     ) -> None:
         self.number = number
-        self._log, self._tell, self._patience_s = log, tell, patience_s
+        self._log, self._tell, self._seated, self._patience_s = log, tell, seated, patience_s
         self._thread = ThreadPoolExecutor(1, "ckptd-membership-log")
 
     async def check(self) -> None:
@@ -46,7 +49,7 @@ class Appender:
         Raises
         ------
         ConflictError
-            Another controller has appended a record.
+            Another controller has appended a record, or taken the seat.
         StoreError
             The log could not be read in time.
         """
@@ -82,6 +85,8 @@ class Appender:
                 return
 
     def _check(self) -> None:
+        # One that has the seat need not have appended yet, and goes on whatever this one ends.
+        self._seated()
         if len(self._log.read()) > self.number:
             raise ConflictError(
                 "another controller wrote to the log first",

@@ -132,7 +132,7 @@ class _Run:
             setup.job, setup.settings, records, time.monotonic(), by=setup.life, epoch=epoch
         )
         setting = Setting(setup.name, setup.places.url, setup.address, setup.life)
-        appender = Appender(setup.places.log, len(records), history.tell)
+        appender = Appender(setup.places.log, len(records), history.tell, self._check_seat)
 
         def status() -> Status:
             ended = controller.ending.kind if controller.ending is not None else ""
@@ -213,20 +213,22 @@ class _Run:
 
     async def _watch_seat(self, history: RecoveryHistory) -> None:
         """End once another controller has the seat: this one's echoes must renew no lease then."""
-        setup = self._setup
         failing = False
         while True:
             await asyncio.sleep(_SEAT_S)
             try:
-                newest = await asyncio.to_thread(setup.places.leader.newest)
+                await asyncio.to_thread(self._check_seat)
             except StoreError as error:
                 if not failing:
                     history.tell(f"the controller's seat cannot be read: {error.message}")
                 failing = True
                 continue
             failing = False
-            if newest is not None and newest.by not in self._lives:
-                raise seat_taken(setup.places.url)
+
+    def _check_seat(self) -> None:
+        newest = self._setup.places.leader.newest()
+        if newest is not None and newest.by not in self._lives:
+            raise seat_taken(self._setup.places.url)
 
     # --- signs ------------------------------------------------------------------------------------
 

@@ -139,6 +139,11 @@ class NodeLauncher:
     hand
         See `ckptd.elastic.workerend.LauncherEnd`.
 
+    Attributes
+    ----------
+    greet
+        See `NodeLink.greet`.
+
     Raises
     ------
     ProcessError
@@ -208,6 +213,7 @@ class NodeLauncher:
             leased=lambda until: self._post(partial(self._leased, until)),
             seated=seated,
         )
+        self.greet = self._link.greet
 
     # --- the loop ---------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -36,9 +37,12 @@ from ckptd.errors import (
 
 CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 """The command line, in this Python."""
+Greet: TypeAlias = Callable[[str, float], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that end a launcher."""
 _GREET_S = 1.0
+_LATE_S = 0.5
+"""For so long the end of a probe may be late, where the machine is busy."""
 _AGAIN_S = 0.5
 _MOST_AGAIN_S = 10.0
 _QUIET_S = 1.0
@@ -158,19 +162,18 @@ def old_folders(base: Path, prefix: str) -> list[Path]:
 class _Probe:
     """Asks the process that listens at `address` whether it runs, in a thread of its own.
 
-    It has `wait_s` seconds to take the connection, and as many to answer.
+    It has `wait_s` seconds to take the connection, and as many to answer `greet`.
     """
 
-    def __init__(self, address: str, wait_s: float) -> None:
-        self._address = address
-        self._wait_s = wait_s
+    def __init__(self, address: str, wait_s: float, greet: Greet = await_greeting) -> None:
+        self._address, self._wait_s, self._greet = address, wait_s, greet
         self._error: CkptdError | None = None
         self._thread = threading.Thread(target=self._ask, name="ckptd-probe", daemon=True)
         self._thread.start()
 
     def _ask(self) -> None:
         try:
-            await_greeting(self._address, self._wait_s)
+            self._greet(self._address, self._wait_s)
         except CkptdError as error:
             self._error = error
 
@@ -184,7 +187,7 @@ class _Probe:
 
         Looking up a name can take longer than the wait: a controller that may live has its place.
         """
-        self._thread.join(2 * self._wait_s)
+        self._thread.join(2 * self._wait_s + _LATE_S)
         return not self.over or self._error is None
 
     @property
@@ -227,6 +230,8 @@ class ControllerSupervisor:
         may then be empty: nodes are given this machine's name.
     kept_log
         File to which the log of each controller is appended when it has ended.
+    greet
+        Raises unless a controller at an address answers in time, see `NodeLink.greet`.
 
     Attributes
     ----------
@@ -251,7 +256,9 @@ class ControllerSupervisor:
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         anywhere: bool = False,
         kept_log: Path | None = None,
+        greet: Greet = await_greeting,
     ) -> None:
+        self._greet = greet
         several = places is not None and node
         self._outlook = LeaderView(places.leader, node) if several and places is not None else None
         self._yielded = False
@@ -407,8 +414,11 @@ class ControllerSupervisor:
         return bool(self._seated())
 
     def _answers(self, *addresses: str) -> bool:
-        """Ask all at once: the launcher's loop, which looks at fences and signals, waits for it."""
-        probes = [_Probe(address, _GREET_S) for address in set(addresses) if address]
+        """Ask all at once: the launcher's loop, which looks at fences and signals, waits for it.
+
+        What cannot prove itself is not alive, even where its address takes connections.
+        """
+        probes = [_Probe(address, _GREET_S, self._greet) for address in set(addresses) if address]
         return any(probe.may_answer() for probe in probes)
 
     def _end_hung(self, part: Sidecar, silent_s: float) -> None:

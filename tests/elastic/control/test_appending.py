@@ -40,7 +40,7 @@ def run(log: ShakyLog, what: Callable[[Appender], object], patience_s: float = 6
     told: list[str] = []
 
     async def main() -> None:
-        appender = Appender(log, len(log.read()), told.append, patience_s)
+        appender = Appender(log, len(log.read()), told.append, lambda: None, patience_s)
         try:
             await what(appender)  # type: ignore[misc]
         finally:

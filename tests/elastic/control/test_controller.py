@@ -164,6 +164,18 @@ def test_a_zombie_says_nothing_any_more(tmp_path: Path) -> None:
         operator.close()
 
 
+def test_a_controller_that_was_followed_does_not_end_its_nodes(tmp_path: Path) -> None:
+    """The next one has no record yet, and trains on: one node was sent away, the others went on."""
+    with controlled(tmp_path, "--nodes", "1", *FAST) as c, pretended(1, c.seat) as nodes:
+        with c.operator() as operator:
+            status_when(operator, lambda s: s.state == "running")
+        open_places("j", c.log).leader.take(1, "127.0.0.1:9", "another")
+        nodes[0].end(0)  # it would have been all: the job is done
+        assert c.wait() == 5
+        assert nodes[0].bye is None
+        assert "another controller registered first" in c.errors()
+
+
 @pytest.mark.long
 def test_of_many_that_stand_in_one_gets_the_seat(tmp_path: Path) -> None:
     many = [

@@ -61,7 +61,11 @@ class Made:
         self.history = RecoveryHistory()
         log = MembershipLog(open_store(str(folder)))
         self.controller = Controller(
-            self.machine, Appender(log, 0, print), self.history, self.status, self.reseat
+            self.machine,
+            Appender(log, 0, print, lambda: None),
+            self.history,
+            self.status,
+            self.reseat,
         )
         self.door = ListeningSocket("j", b"s" * 32, "1", self.controller, lambda _, __: None)
         self.url = "log"

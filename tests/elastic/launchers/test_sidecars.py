@@ -19,9 +19,12 @@ from ckptd.elastic.launchers.nodename import claim_name
 from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.launchers.sidecars import ControllerSupervisor
 from ckptd.elastic.leader import Leader
+from ckptd.elastic.link import NodeLink
+from ckptd.elastic.messages import NodeUp
 from ckptd.elastic.places import JobPlaces, open_places
 from ckptd.errors import StoreError
-from tests.elastic.controlled import controlled
+from tests.elastic.controlled import SECRET, controlled
+from tests.elastic.test_dial import ALL, stranger
 from tests.processes import free_port, until
 
 
@@ -234,6 +237,37 @@ def test_a_controller_is_stood_in_for_when_it_is_stopped_with_its_launcher(
             assert supervisor.addresses() not in ("", endpoint)
             assert old.seat() == supervisor.addresses()
         finally:
+            supervisor.end(0.0)
+
+
+@pytest.mark.parametrize("says", ALL)
+def test_a_controller_is_stood_in_for_when_a_stranger_answers_in_its_place(
+    tmp_path: Path, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No node started another one: a certificate of anybody's was enough to count as alive."""
+    monkeypatch.setenv("CKPTD_SECRET", SECRET)
+    log, started = str(tmp_path / "log"), Started()
+    places = open_places("j", log)
+    up = NodeUp(node="n0", life="l", slots=1)
+    with controlled(tmp_path, "--nodes", "2", log=log) as old, stranger(says) as address:
+        where = [old.address]
+        link = NodeLink(lambda: where[0], "j", SECRET.encode(), lambda: up, lambda _: None)
+        arguments = ("--job", "j", "--log", log, "--nodes", "2")
+        supervisor = supervised(places, tmp_path, *arguments, start=started, greet=link.greet)
+        try:
+            link.start()
+            until(lambda: link.answered)
+            supervisor.turn(1.0, 0)
+            supervisor.turn(link.absent_s, 0)
+            places.leader.take(1, address, "a life that is over")
+            where[0] = address
+            old.kill()
+            until(lambda: supervisor.turn(link.absent_s, 0))
+            where[0] = supervisor.addresses()
+            assert (where[0] != address, len(started.processes)) == (True, 1)
+            until(lambda: link.connected and link.absent_s < 1.0)
+        finally:
+            link.close(0.0)
             supervisor.end(0.0)
 
 
