@@ -88,7 +88,7 @@ class Sources:
 
     def __init__(self) -> None:
         self._asking: dict[bytes, dict[str, list[tuple[Hashable, ServerEntry]]]] = {}
-        self._of: dict[Hashable, tuple[bytes, str]] = {}
+        self._of: dict[Hashable, list[tuple[bytes, str]]] = {}
         self._proved: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -99,23 +99,25 @@ class Sources:
         other; workers within a host are one, too.
         """
         with self._lock:
-            self._leave(asker)
+            held = self._of.setdefault(asker, [])
+            while len(held) > 1 or (held and held[0][0] == key):
+                self._leave(asker, *held.pop(0))
+            held.append((key, entry.host))
             hosts = self._asking.setdefault(key, {})
             firsts = [found[0][1] for found in hosts.values()]
             mates = hosts.setdefault(entry.host, [])
             path = [mates[at][1] for at in _line(len(mates))]
             path += [firsts[at] for at in _line([*hosts].index(entry.host))]
             mates.append((asker, entry))
-            self._of[asker] = key, entry.host
             return tuple(path)
 
     def leave(self, asker: Hashable) -> None:
         """Name a worker no more: its connection is gone."""
         with self._lock:
-            self._leave(asker)
+            for key, host in self._of.pop(asker, ()):
+                self._leave(asker, key, host)
 
-    def _leave(self, asker: Hashable) -> None:
-        key, host = self._of.pop(asker, (b"", ""))
+    def _leave(self, asker: Hashable, key: bytes, host: str) -> None:
         hosts = self._asking.get(key, {})
         left = [one for one in hosts.pop(host, []) if one[0] is not asker]
         if left:
@@ -284,18 +286,20 @@ class Passing:
                         if not good or len(sums) != len(requests):
                             raise damaged(entry.address)
                         proved = sums
-                        for found in self._taken(other, requests, share, sums):
-                            self._note(share, found)
-                            yield found
+                        with contextlib.closing(self._taken(other, requests, share, sums)) as came:
+                            for found in came:
+                                self._note(share, found)
+                                yield found
                         break
                 except CkptdError as error:
                     beat()
                     if link.lost:
                         raise
                     _log.warning("a worker passes on nothing: %s", error)
-            for found in link.arrivals(number, requests[len(share.sums) :]):
-                self._note(share, found)
-                yield found
+            with contextlib.closing(link.arrivals(number, requests[len(share.sums) :])) as came:
+                for found in came:
+                    self._note(share, found)
+                    yield found
             if not proved or tuple(share.sums) == proved:
                 self._settle(share, whole=share.whole is None)
         finally:
@@ -341,13 +345,14 @@ class Passing:
         requests: Sequence[ReadRequest],
         share: _Share,
         sums: Sequence[bytes],
-    ) -> Iterator[Arrived]:
+    ) -> Generator[Arrived]:
         first = len(share.sums)
         asks = ((AskPart(at), requests[at]) for at in range(first, len(requests)))
-        for wanted, found in zip(sums[first:], other.answers(asks), strict=True):
-            if sum_of(found.answer, [found.sent]) != wanted:
-                raise damaged(other.entry.address)
-            yield found._replace(passed=True)
+        with contextlib.closing(other.answers(asks)) as answers:
+            for wanted, found in zip(sums[first:], answers, strict=True):
+                if sum_of(found.answer, [found.sent]) != wanted:
+                    raise damaged(other.entry.address)
+                yield found._replace(passed=True)
 
     def _note(self, share: _Share, found: Arrived) -> None:
         """Add an answer to what is passed on once all are there."""

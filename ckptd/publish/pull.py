@@ -718,24 +718,55 @@ class _Giver:
             return PullReport()
         asked: deque[list[_Measured]] = deque()
 
-        def requests() -> Iterator[tuple[tuple[BlockRead, ...], U8]]:
+        def requests() -> Iterator[ReadRequest]:
             for message in self._questions():
                 asked.append(message)
                 counts = sum(tile_counts(read.shape, read.tiles) for read, *_ in message)
-                yield tuple(read for read, *_ in message), np.empty(4 * counts, np.uint8)
+                reads = tuple(read for read, *_ in message)
+                yield ReadRequest(reads, np.empty(4 * counts, np.uint8))
 
-        received = 0
-        for data in self._link.reads(number, requests()):
+        report, beat = PullReport(), self._beats(stop)
+        with closing(self._arrivals(number, requests(), beat)) as arrivals:
+            for found in arrivals:
+                beat()
+                if not found.good:
+                    raise damaged(f"magnitudes of version {number}")
+                data = found.data
+                passed = len(data) if found.passed else 0
+                report += PullReport(
+                    bytes_needed=len(data), bytes_received=len(data), bytes_passed=passed
+                )
+                maxima = data.view(np.float32)
+                for read, quantized, cut in asked.popleft():
+                    count = tile_counts(read.shape, read.tiles)
+                    quantized.note(cut, maxima[:count])
+                    maxima = maxima[count:]
+        return report
+
+    def _beats(self, stop: threading.Event) -> Callable[[], None]:
+        """Return what notes that the pull gets on, unless `stop` is set."""
+
+        def beat() -> None:
             if stop.is_set():
                 raise _stopped()
             self._step()
-            received += len(data)
-            maxima = data.view(np.float32)
-            for read, quantized, cut in asked.popleft():
-                count = tile_counts(read.shape, read.tiles)
-                quantized.note(cut, maxima[:count])
-                maxima = maxima[count:]
-        return PullReport(bytes_needed=received, bytes_received=received)
+
+        return beat
+
+    def _arrivals(
+        self,
+        number: int,
+        requests: Iterable[ReadRequest],
+        beat: Callable[[], object] | None,
+    ) -> Generator[Arrived]:
+        """Yield each buffer once it is filled; with `beat` other workers may fill it."""
+        link = self._link
+        if not isinstance(link, ServerLink):
+            reads = link.reads(number, (r[:2] for r in requests))
+            return (Arrived(d, len(d), True) for d in reads)
+        if self._passing is None or beat is None:
+            return link.arrivals(number, requests)
+        return self._passing.arrivals(link, number, requests, beat)
 
     def _quantized_pieces(self) -> Iterator[tuple[int, QuantizedTensor, Block]]:
         for at, (pieces, quantized) in enumerate(zip(self._pieces, self._quantized, strict=True)):
@@ -793,12 +824,7 @@ class _Giver:
             self._map(number, share)
         elif self._bytes:
             limit = _MESSAGE_BYTES * (_DELTA_TIMES if self._since else 1)
-
-            def beat() -> None:
-                if stop.is_set():
-                    raise _stopped()
-                self._step()
-
+            beat = self._beats(stop)
             for found in self._received(number, limit, into, beat):
                 beat()
                 for part in found.parts:
@@ -891,7 +917,7 @@ class _Giver:
     ) -> Iterator[_Share]:
         """Yield what is in buffers that are filled; those with other values go to `again`.
 
-        Without that these are an error. With `beat` other workers may fill them.
+        Without that these are an error. For `beat` see `_arrivals`.
         """
         asked: deque[_Message] = deque()
 
@@ -901,24 +927,16 @@ class _Giver:
                 blocks = tuple(read for read, *_ in message)
                 yield ReadRequest(blocks, data, partial(_take_held, message, data))
 
-        link, passing = self._link, self._passing
-        arrivals: Generator[Arrived]
-        if not isinstance(link, ServerLink):
-            reads = link.reads(number, (r[:2] for r in requests()))
-            arrivals = (Arrived(d, len(d), True) for d in reads)
-        elif passing is not None and beat is not None:
-            arrivals = passing.arrivals(link, number, requests(), beat)
-        else:
-            arrivals = link.arrivals(number, requests())
-        with closing(arrivals):  # it has the link's lock, also where an error keeps this frame
-            for data, nbytes, good, *_, passed in arrivals:
+        with closing(self._arrivals(number, requests(), beat)) as arrivals:
+            # It has the link's lock, also where an error keeps this frame.
+            for came in arrivals:
                 self._step()
-                message = asked.popleft()
-                report = PullReport(bytes_received=nbytes, bytes_passed=nbytes if passed else 0)
-                share = _Share(report=report)
-                if not good and again is None:
+                message, data = asked.popleft(), came.data
+                passed = came.nbytes if came.passed else 0
+                share = _Share(report=PullReport(bytes_received=came.nbytes, bytes_passed=passed))
+                if not came.good and again is None:
                     raise damaged(message[0][1].tensor.name)
-                if not good and again is not None:
+                if not came.good and again is not None:
                     again.append((message, data))
                     yield share
                     continue

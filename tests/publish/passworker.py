@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import ckptd
 from ckptd.base.digest import digest_hex
 from ckptd.errors import CkptdError
 from ckptd.publish import passing, pull
+from ckptd.publish.blocks import incoming_digest
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import Passed, ReadBytes
-from ckptd.publish.passing import _Taker, sum_of
+from ckptd.publish.passing import Passing, _Taker, sum_of
 from tests.processes import until
 from tests.reshard.torch.layout.jobs import Tree, whole
 from tests.reshard.torch.layout.test_binder import FUSED, fused
@@ -46,6 +48,8 @@ class Worker(msgspec.Struct):
         For an answer of another worker.
     asked
         A file that is made when a fault is at work, and another one, ``.go``, that it waits for.
+    before
+        Files that updates after the first wait for: this name, with the update's number behind it.
     """
 
     at: str
@@ -55,6 +59,7 @@ class Worker(msgspec.Struct):
     late_s: float = 15.0
     pass_on: bool = True
     asked: str = "/dev/null"
+    before: str = ""
 
 
 class Done(msgspec.Struct):
@@ -112,13 +117,15 @@ def fault_digest(taker: _Taker, at: int) -> None:
 
 
 def lie(taker: _Taker, said: Passed) -> Passed:
-    """Offer wrong bytes with sums that fit."""
+    """Offer wrong bytes with sums and digests that fit."""
     share = taker._share
     if not said.sums or share is None:
         return said
-    answer, data = share.answers[3]
+    _, data = share.answers[3]
     other = bytearray(data)
     other[len(other) // 2] ^= 1
+    places, requests = _kept[-1]
+    answer = ReadBytes(incoming_digest(places, requests[3].blocks, np.frombuffer(other, np.uint8)))
     share.answers[3] = answer, memoryview(other)
     sums = list(said.sums)
     sums[3] = sum_of(answer, [memoryview(other)])
@@ -126,13 +133,14 @@ def lie(taker: _Taker, said: Passed) -> Passed:
 
 
 def older(taker: _Taker, said: Passed) -> Passed:
-    """Offer the first version for the one that is asked for."""
-    if taker._passing._pulled[0].shares:
-        _kept.append(taker._passing._pulled[0])
-    if not said.sums or taker._share is None:
+    """Offer the second version for the third."""
+    share = taker._share
+    if not said.sums or share is None:
         return said
-    (share,) = _kept[0].shares.values()
-    taker._share.answers, taker._share.sums = share.answers, share.sums
+    _kept.append(([(a, memoryview(bytes(d))) for a, d in share.answers], list(share.sums)))
+    if len(_kept) < 3:
+        return said
+    share.answers, share.sums = _kept[1]
     return Passed(True, said.progress, tuple(share.sums))
 
 
@@ -164,6 +172,14 @@ def break_it(fault: str, asked: str) -> None:
     def offers(taker: _Taker, name: bytes, wait_s: float) -> Passed:
         return OFFER[fault](taker, offer(taker, name, wait_s))
 
+    take = Passing.arrivals
+
+    def takes(own: Passing, link: ServerLink, number: int, asked: Any, beat: Any) -> Any:
+        _kept.append((link.places, list(asked)))
+        return take(own, link, number, _kept[-1][1], beat)
+
+    if fault == "lie":
+        setattr(Passing, "arrivals", takes)  # noqa: B010
     if fault in GIVE:
         setattr(_Taker, "_give", gives)  # noqa: B010
     elif fault:
@@ -196,7 +212,9 @@ def main() -> None:
             return links[-1]
 
         setattr(worker, "_link", link)  # noqa: B010
-        for _ in range(spec.updates):
+        for number in range(1, spec.updates + 1):
+            if spec.before and number > 1:
+                until(Path(f"{spec.before}{number}").exists, "leave to update")
             done = Done(-1, "")
             try:
                 report = worker.update(wait_s=spec.wait_s)

@@ -119,19 +119,22 @@ def test_a_source_that_lies_gives_nothing(cluster: Cluster, fault: str) -> None:
     assert (found.values, found.passed, found.received) == (wanted, 0, NEEDED)
 
 
-def test_a_source_that_gives_an_older_version_is_found_out(cluster: Cluster) -> None:
-    first = cluster.publish()
-    source = cluster.worker("host-0", fault="older", updates=2)
-    assert done(source).values == first
-    early = cluster.worker("host-1")  # so that the first version is asked for, and kept
-    assert done(early).values == first
-    cluster.full = whole(2)
+def test_a_source_that_gives_an_older_version_is_found_out(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     wanted = cluster.publish()
+    source = cluster.worker("host-0", fault="older", updates=3)
     assert done(source).values == wanted
-    late = cluster.worker("host-2", updates=1)
-    found = done(late)
-    assert found.values == wanted
-    assert found.received - found.passed == NEEDED
+    other = cluster.worker("host-1", updates=3, before=str(tmp_path / "go"))
+    found = done(other)
+    for step in (2, 3):
+        assert (found.values, found.passed) == (wanted, found.received)
+        cluster.full = whole(step)
+        wanted = cluster.publish()
+        assert done(source).values == wanted
+        (tmp_path / f"go{step}").touch()
+        found = done(other)
+    assert (found.values, found.passed) == (wanted, 0)
 
 
 def test_what_another_worker_takes_stays_as_it_is(cluster: Cluster, tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_without_trainer_a_worker_that_waits_keeps_what_it_has(
     cluster.publish()
     asked = tmp_path / "asked"
     done(cluster.worker("host-0", fault="waits", asked=str(asked)))
-    late = cluster.worker("host-1", late_s=120.0, wait_s=1.0)
+    late = cluster.worker("host-1", late_s=1000.0, wait_s=1.0)
     until(asked.exists, "a question")
     kill(cluster.publisher.server_pid)
     found = done(late)
@@ -203,9 +206,10 @@ def test_who_leaves_or_asks_something_else_is_named_no_more() -> None:
     assert sources.path(b"k", second, 2) == (first,)
     sources.leave(1)
     assert sources.path(b"k", third, 3) == (second,)
-    sources.path(b"other", second, 2)
-    assert sources.path(b"k", first, 1) == (third,)
-    assert sources.path(b"k", first, 1) == (third,)  # never itself
+    sources.path(b"next", second, 2)
+    assert sources.path(b"k", first, 1) == (second,)  # it gives the one before as well
+    sources.path(b"after it", second, 2)
+    assert sources.path(b"k", first, 1) == (third,)  # and never itself
     for asker in (1, 2, 3):
         sources.leave(asker)
     assert not sources._asking

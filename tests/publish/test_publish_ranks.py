@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,46 @@ def world(place: str, far: bool) -> list[list[str]]:
             assert subscriber.update() is None
             dist.barrier()
     return found
+
+
+def rollouts(place: str) -> list[tuple[list[str], int, int]]:
+    """Two ranks publish three versions, three rollouts of two ranks take them of each other."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([r, r + 1]) for r in (0, 2, 4, 6)]
+    found = []
+    os.environ["CKPTD_NODE"] = f"node-{rank // 2}"
+    if rank < 2:
+        module = Tree(chunks(whole(1), rank, 2))
+        with ckptd.Publisher(TRAINER, place, process_group=groups[0]) as publisher:
+            for step in (1, 2, 3):
+                for name, tensor in chunks(whole(step), rank, 2).items():
+                    module.get_parameter(name).data.copy_(tensor)
+                assert publisher.publish(step, {"model": module}, wait_s=60).wait(60)
+                dist.barrier()
+                dist.barrier()
+        return []
+    part = Tree(worker_part(whole(99), rank % 2))
+    group = groups[rank // 2]
+    with ckptd.Subscriber(WORKER, part, place, group=group, pass_on=True) as subscriber:
+        for step in (1, 2, 3):
+            dist.barrier()
+            report = subscriber.update(wait_s=60)
+            assert report is not None
+            assert report.version.step == step
+            differ = differing(dict(part.state_dict()), worker_part(whole(step), rank % 2))
+            found.append((differ, report.bytes_received, report.bytes_passed))
+            dist.barrier()
+    return found
+
+
+def test_rollouts_take_of_each_other_what_a_trainer_sends_once(tmp_path: Path) -> None:
+    done = run_ranks(8, rollouts, str(tmp_path / "at"), deadline_s=PATIENCE_S)[2:]
+    for step in range(3):
+        assert [one[step][0] for one in done] == [[]] * 6
+        for tp in (0, 1):  # each rank of a rollout needs other bytes
+            alike = [one[step] for one in done[tp::2]]
+            assert len({received for _, received, _ in alike}) == 1
+            assert sum(r - passed for _, r, passed in alike) == alike[0][1]
 
 
 def often(place: str) -> list[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,24 @@ def test_a_rollout_of_blocks_follows_a_trainer(tmp_path: Path, far: bool) -> Non
         assert all(
             torch.equal(into[n].view(torch.uint8), t.view(torch.uint8)) for n, t in held.items()
         )
+
+
+def test_a_second_rollout_of_blocks_takes_all_of_the_first(tmp_path: Path) -> None:
+    full, at = weights(1), tmp_path / "at"
+    found = []
+    with ckptd.Publisher(TRAINER, at) as publisher, contextlib.ExitStack() as ends:
+        assert publisher.publish(1, {"m": full}).wait(30)
+        for _ in range(2):
+            into = empty(full)
+            one = ckptd.Subscriber(ROLLOUT, {"m": into}, at, pass_on=True)
+            ends.enter_context(one)._far = True
+            report = one.update(wait_s=30)
+            assert report is not None
+            assert wrong(into, full) == []
+            found.append((report.bytes_received, report.bytes_passed))
+    (received, passed), second = found
+    assert passed == 0 < received
+    assert second == (received, received)  # the magnitudes that scales are made of, too
 
 
 def test_blocks_that_come_as_they_are_written_have_their_scales(tmp_path: Path) -> None:
