@@ -11,7 +11,6 @@ rates; the dots are what the loop really lost, which is all that is lost while n
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import msgspec
 
 PICTURE = common.HERE.parent / "docs" / "guide" / "cadence.svg"
 EVERY = (1, 2, 4, 8)
@@ -98,7 +98,7 @@ def cost(loop: Loop, folder: str, saves: int) -> dict[str, float]:
         ck.save(step + 1, loop.state)
         choice = ck.cadence
     assert choice is not None
-    return dataclasses.asdict(choice.cost)
+    return msgspec.structs.asdict(choice.cost)
 
 
 def one(folder: str) -> dict[str, Any]:

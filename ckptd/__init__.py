@@ -121,8 +121,11 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ckptd.base.runtime.pauses import no_collection  # of all that torch is
+
     try:
-        home = importlib.import_module(_HOMES[name])
+        with no_collection():
+            home = importlib.import_module(_HOMES[name])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise

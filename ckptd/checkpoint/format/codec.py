@@ -122,8 +122,7 @@ class _TooOften(ValueError):
     """Repeated parts expand to too many."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Met:
+class _Met(msgspec.Struct):
     """Parts of a value that were visited so far: by id, or by number when it is decoded.
 
     `numbers` holds the number of each repeated part, by id; without `shared` nothing is numbered.
@@ -132,9 +131,9 @@ class _Met:
     """
 
     shared: bool = True
-    numbers: dict[int, int] = dataclasses.field(default_factory=dict)
-    seen: dict[int, Any] = dataclasses.field(default_factory=dict)
-    sizes: dict[int, int] = dataclasses.field(default_factory=dict)
+    numbers: dict[int, int] = msgspec.field(default_factory=dict)
+    seen: dict[int, Any] = msgspec.field(default_factory=dict)
+    sizes: dict[int, int] = msgspec.field(default_factory=dict)
     parts: int = 0
     more: int = 0
     twice: int = 0

@@ -271,12 +271,12 @@ def gather(buffer: U8, itemsize: int, elements: I64) -> U8:
     words = buffer[: len(buffer) // itemsize * itemsize].view(_WORDS[itemsize])
     words = words.reshape(-1, 2) if itemsize == 16 else words
     check_elements(elements, len(words))
-    taken = words[elements]
+    taken = words.take(elements, axis=0)
     if itemsize == 16:
         taken = taken[:, 0] ^ taken[:, 1]
     out = np.zeros((len(elements), VALUE_BYTES), dtype=np.uint8)
     width = min(itemsize, VALUE_BYTES)
-    out[:, :width] = taken.view(np.uint8).reshape(-1, width)
+    out.view(_WORDS[width])[:, 0] = taken
     return out
 
 

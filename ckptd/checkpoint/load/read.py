@@ -24,10 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -494,8 +494,7 @@ class InMemory(NamedTuple):
     locked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadReport:
+class ReadReport(msgspec.Struct, frozen=True):
     """Bytes, files and seconds of one rank's read.
 
     Attributes

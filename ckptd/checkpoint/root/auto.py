@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from ckptd.checkpoint.format.names import generation_key
@@ -33,8 +33,7 @@ _HUGE_EXPONENT = 700.0
 _LONGEST_S = 1e15
 
 
-@dataclass(frozen=True, slots=True)
-class Auto:
+class Auto(msgspec.Struct, frozen=True):
     """Save as often as pays, from measured costs and the failure rate. Rank 0 decides.
 
     The first save is due at once: it shows that the store works, and what a save costs.
@@ -90,8 +89,7 @@ class Auto:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True):
     """Cost of one save, in seconds.
 
     Attributes
@@ -114,16 +112,14 @@ class Cost:
         return self.blocked_s + self.inflation_s
 
 
-@dataclass(frozen=True, slots=True)
-class Mtbf:
+class Mtbf(msgspec.Struct, frozen=True):
     """A mean time between failures in seconds, and where it comes from."""
 
     seconds: float
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class IntervalChoice:
+class IntervalChoice(msgspec.Struct, frozen=True):
     """An interval and why; ``str()`` says it in one sentence.
 
     Attributes

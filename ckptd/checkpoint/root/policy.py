@@ -6,7 +6,6 @@ import math
 import numbers
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -42,8 +41,7 @@ def plain_int(value: Any) -> Any:
     return int(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Every:
+class Every(msgspec.Struct, frozen=True):
     """When a save is due. With both parameters, whichever comes first.
 
     Parameters
@@ -90,8 +88,7 @@ class Every:
         return self.minutes is not None and elapsed_s >= 60.0 * self.minutes
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """Which checkpoints of the line to keep; one that any rule wants stays.
 
     Parameters

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from ckptd import events
 from ckptd.base.runtime.ownership import OfOneProcess, not_below
@@ -16,8 +17,7 @@ _UNSAVED = ("not-due", "skipped")
 _ORDER = ("staging", "writing", "committing", "durable", "failed")
 
 
-@dataclass(frozen=True, slots=True)
-class SaveProgress:
+class SaveProgress(msgspec.Struct, frozen=True):
     """How far this rank's part of a save is.
 
     Attributes

@@ -8,7 +8,6 @@ record: a snapshot of which every rank's part is found is complete, and a load f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
@@ -26,8 +25,7 @@ LINGER_S = 600.0
 """How long an agent keeps snapshots for the next life of a job whose trainers died, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """The memory of this node: survives the death of its trainers.
 
     Parameters
@@ -47,8 +45,7 @@ class Memory:
         check_positive("agent_ttl_s", self.agent_ttl_s, (int, float))
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """The memory of another node: survives the loss of this one.
 
     Parameters
@@ -72,8 +69,7 @@ class Peer:
         check_given(self, (int,), "budget_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(msgspec.Struct, frozen=True):
     """A folder on a disk of each node: survives its reboot.
 
     Parameters
@@ -98,7 +94,7 @@ class Local:
     keep: int = 2
     throttle: float | None = None
     compress: int | None = None
-    store_options: Mapping[str, Any] = field(default_factory=dict)
+    store_options: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_positive("keep", self.keep, (int,))

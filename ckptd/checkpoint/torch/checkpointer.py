@@ -10,9 +10,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast, get_args
 
+import msgspec
 import torch
 
 from ckptd import events
@@ -565,7 +565,7 @@ class Checkpointer(OfOneProcess):
             loaded, committed=not report.snapshot, at_once=not partly
         )
         if unclaimed:
-            report = replace(report, warnings=(*report.warnings, unclaimed))
+            report = msgspec.structs.replace(report, warnings=(*report.warnings, unclaimed))
         self._cadence.loaded(report.step)
         if self._nearby is not None:
             self._nearby.rules.loaded(report.step)

@@ -242,11 +242,17 @@ class Filling:
             else:
                 places[number] = target.__array_interface__["data"][0]
 
+        sizes = distinct(itemsizes).tolist()
+        alike = len(sizes) == 1 and bool(places.all())
+
         def read(which: I64, elements: I64) -> U8:
-            out = np.zeros((len(which), VALUE_BYTES), dtype=np.uint8)
-            for number in distinct(which[(elements < 0) | (elements >= counts[which])]).tolist():
+            outside = (elements < 0) | (elements >= counts.take(which))
+            for number in distinct(which[outside]).tolist():
                 check_elements(elements[which == number], int(counts[number]))
-            for size in distinct(itemsizes).tolist():
+            if alike:
+                return _gather(places.take(which) + elements * sizes[0], sizes[0])
+            out = np.zeros((len(which), VALUE_BYTES), dtype=np.uint8)
+            for size in sizes:
                 mine = np.flatnonzero((itemsizes[which] == size) & (places[which] != 0))
                 out[mine] = _gather(places[which[mine]] + elements[mine] * size, size)
             ends = np.cumsum(np.bincount(which, minlength=len(targets)))
@@ -271,8 +277,8 @@ def _gather(places: I64, itemsize: int) -> U8:
         return np.empty((0, VALUE_BYTES), dtype=np.uint8)
     first = int(places.min()) // 16 * 16
     memory, at = bytes_at(first, int(places.max()) - first + 16), places - first
-    if not (at % itemsize).any():
-        return gather(memory, itemsize, at // itemsize)
+    if not (at & (itemsize - 1)).any():  # a power of two
+        return gather(memory, itemsize, at >> (itemsize.bit_length() - 1))
     raw = memory[at[:, np.newaxis] + np.arange(itemsize)].ravel()
     return gather(raw, itemsize, np.arange(len(at)))
 

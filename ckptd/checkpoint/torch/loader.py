@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from operator import methodcaller
@@ -411,10 +410,12 @@ def check_witness(witness: Witness, plan: WitnessPlan, filemap: FileMap, filling
     bad, seen = np.zeros((2, len(buffers)), dtype=np.int64)
     for slots, elements, which in plan.select_all(buffers):
         found = values(which, elements).view(np.uint64).reshape(-1)
-        wrong = (found != words[slots]) & (witness.present[slots] != 0)
-        bad += np.bincount(which[wrong], minlength=len(buffers))
-        seen += np.bincount(which, minlength=len(buffers))
+        wrong = (found != words.take(slots)) & (witness.present.take(slots) != 0)
+        if wrong.any():
+            bad += np.bincount(which[wrong], minlength=len(buffers))
     if bad.any():
+        for _, _, which in plan.select_all(buffers):
+            seen += np.bincount(which, minlength=len(buffers))
         named = [
             f"{filemap.tensors[buffers[n][0]].name} ({bad[n]} of {seen[n]} values)"
             for n in np.flatnonzero(bad).tolist()
@@ -437,8 +438,7 @@ def share_bytes(manifest: Manifest, filemap: FileMap, board: Board) -> int:
     return filemap.data_bytes(board.rank) if own else 0
 
 
-@dataclass(frozen=True)
-class LoadReport:
+class LoadReport(msgspec.Struct, frozen=True):
     """Result of a load.
 
     Attributes
@@ -470,7 +470,7 @@ class LoadReport:
     skipped: tuple[tuple[int, str], ...]
     read: ReadReport
     snapshot: bool = False
-    sources: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, int] = msgspec.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckptd
+from ckptd.checkpoint.format.witness import gather
 from ckptd.checkpoint.torch.filling import Filling
 from ckptd.checkpoint.torch.state.describe import Describer
 
@@ -66,3 +67,23 @@ def test_a_turned_matrix_is_saved_whose_type_torch_cannot_turn(tmp_path: Path) -
         live["turned"].view(torch.uint8).zero_()
         ck.load(live)
     assert all(torch.equal(t.view(torch.uint8), values.t()) for t in live.values())
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["aligned", "not"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (4, 1, 8)])
+def test_values_are_taken_as_from_each_target_alone(sizes: tuple[int, ...], at: int) -> None:
+    """What is looked up for all targets at once is what each has, wherever they lie."""
+    draw = np.random.default_rng(0)
+    targets = [draw.integers(256, size=64 * s + at, dtype=np.uint8)[at:] for s in sizes]
+    which = np.repeat(np.arange(len(sizes)), 32)
+    elements = draw.integers(64, size=len(which))
+    elements[:2] = 0, 63
+    values = Filling(Describer([0])).values(targets, np.array(sizes))
+    wanted = [
+        gather(targets[w], sizes[w], np.array([e])) for w, e in zip(which, elements, strict=True)
+    ]
+    assert (values(which, elements) == np.concatenate(wanted)).all()
+    for outside in (-1, 64):
+        elements[-1] = outside
+        with pytest.raises(ckptd.UsageError, match="does not lie in its buffer"):
+            values(which, elements)

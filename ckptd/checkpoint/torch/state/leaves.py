@@ -127,15 +127,13 @@ DROP: Final = Dropped()
 """Stands for "keep the live value" among the values of a load."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reseed:
+class Reseed(msgspec.Struct, frozen=True):
     """Stands for "draw a new seed" among the values of a load."""
 
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(msgspec.Struct, frozen=True):
     """The values of all ranks of another world, which the live declaration has to reduce."""
 
     values: list[Any]
