@@ -32,8 +32,8 @@ _AFTER_STEPS = 3
 _TOLERANCE = 1e-4
 """Of losses, relative, over `STEPS` steps on other numbers of ranks; a step that is lost or made
 twice changes them by hundreds of times as much."""
-_MOST_MORE = (64, 12, 6)
-"""MiB, descriptors and threads that a process may have more at the end than after its start."""
+_HELD, _MOST_MORE = ("MiB", "files", "threads"), (64, 12, 6)
+"""Of these a process may have so many more later."""
 PLAIN_ENDS = (75, 76, 77)
 """Exit codes: to be submitted again, no nodes, no progress."""
 
@@ -203,17 +203,18 @@ def _judge(
 
 
 def grown(held: Sequence[dict[str, tuple[int, int, int]]]) -> list[str]:
-    """Return what has grown in processes that lived through three schedules or more."""
+    """Return what has grown in processes that lived through five schedules or more.
+
+    Much of it goes up and down with the trainers that are there: it has grown where the least of
+    the later half is above the most of the first one.
+    """
     out = []
     for name in dict.fromkeys(name for one in held for name in one):
         seen = [one[name] for one in held if name in one][1:]  # the first is of its start
-        if len(seen) < 2:
-            continue
-        for what, most, first, last in zip(
-            ("MiB", "files", "threads"), _MOST_MORE, *seen[:: len(seen) - 1], strict=True
-        ):
-            if last - first > most:
-                out.append(f"{name}: {first} {what}, then {last}")
+        half = len(seen) // 2
+        for what, most, numbers in zip(_HELD, _MOST_MORE, zip(*seen, strict=True), strict=False):
+            if half >= 2 and min(numbers[half:]) - max(numbers[:half]) > most:
+                out.append(f"{name}: {max(numbers[:half])} {what}, then {min(numbers[half:])}")
     return out
 
 

@@ -16,7 +16,8 @@ def test_a_real_job_goes_on_after_each_of_three_schedules() -> None:
 
 
 def test_what_grows_in_a_process_is_found() -> None:
-    held = [{"n0 7": (90 + 30 * k, 20 + k, 9), "n1 8": (90, 20 + 7 * k, 9)} for k in range(4)]
-    assert grown(held) == ["n1 8: 27 files, then 41"]
-    held = [{**one, "n2 9": (50, 9, 30 * (k > 1))} for k, one in enumerate(held[:3])]
-    assert grown(held) == ["n2 9: 0 threads, then 30"]
+    held = [{"n0 7": (90 + 10 * k, 20 + k, 9), "n1 8": (90, 20 + 20 * k, 9)} for k in range(6)]
+    assert grown(held) == ["n1 8: 60 files, then 80"]
+    held = [{"n0 7": (90, 20, 3 + 14 * (k % 2)), "n2 9": (50, 9, 9 * k)} for k in range(6)]
+    assert grown(held) == ["n2 9: 18 threads, then 27"]
+    assert grown(held[:4]) == []
