@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.base.net.address import parse_http
+from ckptd.base.net.certificates import certified, given_files, read_files
+from ckptd.base.net.roles import Role
 from ckptd.errors import StoreError, TransientStoreError
 
 _MOST_LINE = 64 << 20
@@ -70,6 +72,16 @@ class HttpStream:
         )
 
 
+class _Certified(http.client.HTTPSConnection):
+    """Believes a server by the role in its certificate, whatever the name of its host."""
+
+    def connect(self) -> None:
+        super().connect()
+        role = certified(self.sock.getpeercert() or {}).role
+        if role != "operator":
+            raise OSError(f"the server's certificate is of role {role or None}, and not operator")
+
+
 class HttpClient:
     """Asks one server.
 
@@ -92,6 +104,9 @@ class HttpClient:
     ca_file
         Certificates of which one must have signed that of the server, read with the first request;
         None for those of the system.
+    role
+        This process's own: where its certificates are files, the server is a daemon of the same
+        authority, and proves itself by them.
 
     Attributes
     ----------
@@ -117,13 +132,14 @@ class HttpClient:
         most_bytes: int = 256 << 20,
         keep: bool = False,
         ca_file: Path | None = None,
+        role: Role | None = None,
     ) -> None:
         parts = parse_http(url, what, where=where, bare=bare)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self.query = parts.query
         self.target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._https = parts.scheme == "https"
-        self._ca_file = ca_file
+        self._ca_file, self._role = ca_file, role
         self._context: ssl.SSLContext | None = None
         # With no port http.client looks for one in the host, and takes the end of an IPv6 address.
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._https else 80)
@@ -219,6 +235,10 @@ class HttpClient:
     def _connection(self, wait_s: float) -> http.client.HTTPConnection:
         if not self._https:
             return http.client.HTTPConnection(self._host, self._port, timeout=wait_s)
+        if self._role is not None and given_files():
+            context = ssl.create_default_context(cadata=read_files(self._role)[0].decode())
+            context.check_hostname = False
+            return _Certified(self._host, self._port, timeout=wait_s, context=context)
         if self._context is None:
             self._context = ssl.create_default_context(cafile=self._ca_file)
             self._context.set_alpn_protocols(["http/1.1"])

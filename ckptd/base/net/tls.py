@@ -291,6 +291,37 @@ def _anonymous() -> ssl.SSLContext:
     return context
 
 
+def https(context: ssl.SSLContext | None = None) -> ssl.SSLContext | None:
+    """Return what serves HTTPS by the files of role `operator`; None where there are none.
+
+    Parameters
+    ----------
+    context
+        Gets the newest certificate, for new connections.
+
+    Raises
+    ------
+    UsageError
+        The files cannot be read, or do not fit one another.
+    """
+    if not given_files():
+        return None
+    _, leaf, _ = read_files("operator")
+    fit = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for each in (fit, context or fit):  # it is tried first: what serves keeps what it has
+        each.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            _load(each, leaf)
+            check_own(leaf, "operator", "")
+        except (ssl.SSLError, ValueError) as error:
+            raise UsageError(
+                "the certificate of role operator and its key cannot be used",
+                where=", ".join(VARIABLES),
+                found=getattr(error, "reason", None) or error,
+            ) from error
+    return context or fit
+
+
 def issued(secret: bytes, role: Role, node: str) -> tuple[bytes, bytes, float]:
     """Return what `issue` does now, and when the next leaf is due."""
     now = time.time()

@@ -57,7 +57,13 @@ class Uplink:
     def __init__(self, url: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
         self._url = url
         self._http = HttpClient(
-            url, "the daemon", bare=True, timeout_s=timeout_s, most_bytes=_MOST_ANSWER, keep=True
+            url,
+            "the daemon",
+            bare=True,
+            timeout_s=timeout_s,
+            most_bytes=_MOST_ANSWER,
+            keep=True,
+            role="agent",
         )
         self._secret = secret
         self._challenge = ""

@@ -34,7 +34,9 @@ class DaemonClient:
     """
 
     def __init__(self, url: str, token: str = "", timeout_s: float = 30.0) -> None:
-        self._http = HttpClient(url, "the daemon", where="--daemon", timeout_s=timeout_s)
+        self._http = HttpClient(
+            url, "the daemon", where="--daemon", timeout_s=timeout_s, role="operator"
+        )
         self.url = self._http.url
         given = urllib.parse.parse_qs(self._http.query).get("token", [""])[0]
         self._headers = {"Authorization": f"Bearer {given or token}"} if given or token else {}

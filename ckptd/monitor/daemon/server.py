@@ -6,18 +6,23 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import threading
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ckptd.base.net.address import Address
+from ckptd.base.net.certificates import REREAD_S, given_files
 from ckptd.base.net.door import Strangers
+from ckptd.base.net.tls import https
 from ckptd.base.runtime.host import many_files
+from ckptd.errors import UsageError
 from ckptd.monitor.daemon.bodies import ClientConnection
 
 _HEAD_S = 15.0
@@ -32,7 +37,7 @@ _LOOK_S = 0.25
 def url_of(sock: socket.socket, name: str | None = None) -> str:
     """Return the URL of a listening socket, under the name given or its own address."""
     host, port = sock.getsockname()[:2]
-    return f"http://{Address(name or host, port)}"
+    return f"http{'s' if given_files() else ''}://{Address(name or host, port)}"
 
 
 class _Patient(H11Protocol):
@@ -92,6 +97,34 @@ class _Patient(H11Protocol):
             self.transport.close()
 
 
+class _Sealed(SSLProtocol):
+    """TLS before HTTP: until it has shaken hands a connection is a stranger here, as above."""
+
+    context: ClassVar[ssl.SSLContext]
+    http: ClassVar[type[_Patient]]
+    strangers: ClassVar[Strangers[_Sealed]]
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        waits: dict[str, Any] = {"ssl_handshake_timeout": _HEAD_S, "ssl_shutdown_timeout": _END_S}
+        loop, its = asyncio.get_running_loop(), self.http(*args, **given)
+        shaken: asyncio.Future[None] = loop.create_future()
+        shaken.add_done_callback(self._shaken)
+        super().__init__(loop, its, self.context, shaken, server_side=True, **waits)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._tcp = cast("asyncio.Transport", transport)
+        self.strangers.enter(self)
+        super().connection_made(transport)
+
+    def _shaken(self, shaken: asyncio.Future[None]) -> None:
+        shaken.exception()  # it is closed then
+        self.strangers.leave(self)
+
+    def cut(self) -> None:
+        """Close the connection at once."""
+        self._tcp.abort()
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -132,11 +165,17 @@ class Serving:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end = threading.Event()
         strangers: Strangers[_Patient] = Strangers(_MOST_STRANGERS, _Patient.cut)
+        http: Any = type("_Patient", (_Patient,), {"strangers": strangers})
+        self._tls = https()
+        if self._tls is not None:
+            shaking: Strangers[_Sealed] = Strangers(_MOST_STRANGERS, _Sealed.cut)
+            its = {"context": self._tls, "http": http, "strangers": shaking}
+            http = type("_Sealed", (_Sealed,), its)
         self._server = _Server(
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=type("_Patient", (_Patient,), {"strangers": strangers}),
+                http=http,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -176,12 +215,16 @@ class Serving:
                 await watching
 
     async def _until_end(self) -> None:
-        asked = time.monotonic()
+        asked = read = time.monotonic()
         while not self._end.is_set():
             await asyncio.sleep(0.05)
             if time.monotonic() - asked > _LOOK_S:
                 asked = time.monotonic()
                 if self._idle():
                     break
+            if time.monotonic() - read > REREAD_S:
+                read = time.monotonic()
+                with contextlib.suppress(UsageError):  # the one before serves on
+                    https(self._tls)
         self._ending()
         self._server.should_exit = True

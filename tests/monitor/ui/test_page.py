@@ -21,8 +21,11 @@ import pytest
 
 from ckptd.monitor.daemon.history import History
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
+from tests.authority import Authority, files
 from tests.monitor.daemon.daemons import JOB, Running, fed, quick_settings, running
 from tests.processes import PATIENCE_S, until
+
+__all__ = ["files"]
 
 HERE = Path(__file__).parent
 MODULES = HERE.parents[2] / "build/ui"
@@ -224,6 +227,18 @@ def test_the_door_and_a_daemon_that_goes_away(tmp_path: Path) -> None:
     assert (found["violations"], max(found["sideways"])) == ([], 0)
     assert found["again"] == "Healthy"
     assert found["back"] == "live"
+
+
+def test_over_tls(tmp_path: Path, files: Path) -> None:
+    Authority().put(files / "operator", "spiffe://example.org/ckptd/operator/me")
+    with running(tmp_path / "history") as daemon, fed(daemon, 16):
+        assert daemon.url.startswith("https://")
+        with script("tls.cjs", login(daemon), home=tmp_path) as process:
+            found = report(process)
+    (cookie,) = found["cookies"]
+    assert cookie["name"].startswith("__Host-ckptd_")
+    assert (cookie["secure"], cookie["httpOnly"], cookie["sameSite"]) == (True, True, "Strict")
+    assert found["trusted"] == "https:"
 
 
 def hear(process: subprocess.Popen[str], wanted: str) -> None:
