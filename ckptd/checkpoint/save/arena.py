@@ -231,7 +231,8 @@ class Slot:
         start = ctypes.addressof(self._control)
         size = CONTROL_BYTES + self.nbytes
         for at in range(0, size, _PIECE_BYTES):  # a page fault finds what this could not do
-            map_pages(start + at, min(_PIECE_BYTES, size - at), write=True)
+            # Read, since what is there is mapped with its neighbours then, and can be written to.
+            map_pages(start + at, min(_PIECE_BYTES, size - at))
         self._fresh = False
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +100,28 @@ def test_a_new_slot_is_filled_without_being_touched_first() -> None:
     assert os.fstat(slot.fd).st_blocks * 512 >= nbytes
     for s in (slot, other):
         s.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is mapped ahead")
+def test_what_was_filled_is_mapped_by_few_faults_and_written_to_by_none() -> None:
+    """A fault for each page took a sixth of the processor time of a first save."""
+    nbytes = 16 << 20
+    slot, data = Slot(0, nbytes), np.ones(nbytes, np.uint8)
+
+    def faults(act: Callable[[], None]) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        act()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    slot.begin(1)
+    slot.put(0, data)
+    slot.staged = nbytes
+    slot.seal()
+    assert faults(slot.warm_up) < nbytes // 4096 // 4
+    data[:] = 2
+    assert faults(lambda: slot.put(0, data)) < nbytes // 4096 // 16
+    assert bytes(slot.data) == data.tobytes()
+    slot.close()
 
 
 def test_a_slot_that_was_filled_in_part_is_still_a_new_one() -> None:
