@@ -101,7 +101,7 @@ class DeltaBook:
                 number = step.base
         return out[::-1] if number == since else []
 
-    def keep(self, step: DeltaStep, key: _Key, delta: bytes) -> None:
+    def keep(self, step: DeltaStep, key: _Key, delta: bytes) -> bool:
         """Keep a delta, if that is possible without those of later versions than its own."""
         with self._lock:
             size = len(delta) + _KEPT_BYTES
@@ -109,11 +109,12 @@ class DeltaBook:
                 if sum(s.nbytes for s in self._steps.values()) + size <= self.budget_bytes:
                     break
                 if number >= step.number:
-                    return
+                    return False
                 del self._steps[number]
             if self._steps.get(step.number) is step and key not in step.kept:
                 step.kept[key] = delta
                 step.nbytes += size
+            return True
 
 
 class VersionDeltas:
@@ -128,6 +129,11 @@ class VersionDeltas:
     new, old
         The slots of the later version and of the one before it; without that nothing is found that
         is not kept.
+
+    Attributes
+    ----------
+    full
+        What is found is not kept any more.
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class VersionDeltas:
         self._new = new
         self._old = old
         self._last: tuple[object, U8 | None] = None, None
+        self.full = False
 
     def of(
         self, tensor: PublishedTensor, block: BlockRead, cut: tuple[int, int] | None
@@ -220,7 +227,7 @@ class VersionDeltas:
                 delta = WHOLE if delta is None else delta
             if (self._old.sealed, self._new.sealed) != (step.base, step.number):
                 return None, b""  # of bytes that were written meanwhile
-            self._book.keep(step, key, delta)
+            self.full = not self._book.keep(step, key, delta)
         return (None if delta == WHOLE else delta), b"" if cast else made
 
 

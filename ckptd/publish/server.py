@@ -490,14 +490,15 @@ class PublishServer:
                 with self.reading(number) as slot:
                     found = self._digested_beside(number, slot)
                 whole = found  # nothing was written meanwhile: else these are of two versions
-        finally:
-            with self._digested:
-                self._pending.discard(number)
-                if whole is not None:
-                    self._digests[number] = whole
-                while len(self._digests) > _KEPT_DIGESTS:
-                    self._digests.popitem(last=False)
-                self._digested.notify_all()
+        except Exception as error:  # noqa: BLE001 (threads wait for it)
+            _log.warning("version %d is not digested: %r", number, error)
+        with self._digested:
+            self._pending.discard(number)
+            if whole is not None:
+                self._digests[number] = whole
+            while len(self._digests) > _KEPT_DIGESTS:
+                self._digests.popitem(last=False)
+            self._digested.notify_all()
 
     def _digested_beside(self, number: int, slot: Slot) -> dict[str, list[bytes]]:
         """Digest all blocks, and find what changed in those that workers ask deltas of."""
@@ -510,7 +511,7 @@ class PublishServer:
             def beside(name: str, block: int, data: U8) -> bytes:
                 nonlocal resting
                 same, made = False, b""
-                if changes is None or name not in casts:
+                if changes is None or changes.full or name not in casts:
                     return made
                 if resting and name in known:
                     made = digest(data.data)

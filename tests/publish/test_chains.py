@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptd.base.net.connection import Connection
@@ -15,11 +16,11 @@ from ckptd.errors import NotFoundError
 from ckptd.lay.copies import Composition
 from ckptd.publish import blocks, chains, pull, server
 from ckptd.publish.chains import DeltaBook, VersionDeltas
-from ckptd.publish.deltas import NOTHING
+from ckptd.publish.deltas import NOTHING, SPARSE, WHOLE
 from ckptd.publish.messages import ReadBytes
 from tests.lay.test_copies import composed
 from tests.lay.test_live import PAIRS
-from tests.publish.deltaworld import PATTERNS, Weights, World
+from tests.publish.deltaworld import PATTERNS, DeltaServer, Weights, World
 from tests.reshard.live.test_move import CASES, pair
 
 DTYPES = (
@@ -161,6 +162,48 @@ def test_deltas_of_something_else_are_of_no_harm(
     monkeypatch.setattr(VersionDeltas, "of", lambda *_: wrong)
     world.publish("all")
     assert world.update()[0].bytes_received >= whole
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """Count the blocks that are compared, by what has come out."""
+    out, found = Counter[bytes](), chains.changed
+
+    def counted(*args: Any) -> tuple[bytes | None, bytes]:
+        delta, made = found(*args)
+        out[(delta or WHOLE)[:1]] += 1
+        return delta, made
+
+    monkeypatch.setattr(chains, "changed", counted)
+    return out
+
+
+def test_of_blocks_that_rest_the_older_version_is_not_read(forms: Counter[bytes]) -> None:
+    array = {"a": np.arange(1 << 18, dtype=np.float32), "b": np.zeros(9, np.float32)}
+    with closing(DeltaServer(array, "float32")) as rank:
+        for number in range(1, 5):
+            rank.server._deltas.asked |= {("a", ""): number, ("b", ""): number}
+            if number == 3:
+                assert not forms
+                array["a"][100_000] = -1.0
+            rank.publish(number, array)
+            rank.settle()
+        assert forms == {SPARSE: 1, NOTHING: 1}  # and the block that came next
+        kept = rank.server._deltas.between(2, 3)[0].kept
+        assert [kept["a", "", i][:1] for i in range(4)] == [NOTHING, SPARSE, NOTHING, NOTHING]
+
+
+def test_what_has_no_room_is_not_looked_for(forms: Counter[bytes]) -> None:
+    array = {"a": np.zeros(1 << 18, np.float32)}
+    with closing(DeltaServer(array, "float32", budget=1000)) as rank:
+        for number in range(1, 3):
+            rank.server._deltas.asked["a", ""] = number
+            array["a"][:: 1 << 10] += np.float32(1.0)
+            rank.publish(number, array)
+            rank.settle()
+        found = len(rank.server._deltas.between(1, 2)[0].kept)
+        assert 0 < found < 4
+        assert forms == {SPARSE: found + 1}
 
 
 def test_what_is_written_while_it_is_compared_is_not_kept(

@@ -560,9 +560,8 @@ def test_whatever_ends_a_desk_the_trainer_learns_of(monkeypatch: pytest.MonkeyPa
     assert [type(s) for s in said] == [PlaceLost]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_digests_that_cannot_be_made_are_waited_for_by_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("no CkptdError")
@@ -571,3 +570,4 @@ def test_digests_that_cannot_be_made_are_waited_for_by_nobody(
     with closing(DeltaServer({"a": np.arange(4)}, "int64")) as rank:
         rank.publish(1, {"a": np.arange(4)})
         rank.settle()
+    assert "no CkptdError" in caplog.text
