@@ -19,6 +19,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import overload
 
 import msgspec
 import numpy as np
@@ -94,6 +95,36 @@ def gather(file: int, where: int, at: NDArray[np.int64], sizes: NDArray[np.int64
         if _write is None or _write(file, part.ctypes.data, len(part), where) != wanted:
             raise OSError(ctypes.get_errno(), "memory cannot be read")
         where += wanted
+
+
+class HostBuffers(Sequence[NDArray[np.uint8]]):
+    """Buffers of the host, each a view that is made when it is asked for.
+
+    Parameters
+    ----------
+    memory
+        All that lies between the first and the last, and keeps them.
+    first
+        Its address.
+    places
+        Address and bytes of each, a row each.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], first: int, places: NDArray[np.int64]) -> None:
+        self._memory, self._first, self.places = memory, first, places
+
+    @overload
+    def __getitem__(self, number: int) -> NDArray[np.uint8]: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[NDArray[np.uint8]]: ...
+    def __getitem__(self, number: int | slice) -> NDArray[np.uint8] | Sequence[NDArray[np.uint8]]:
+        if isinstance(number, slice):
+            return HostBuffers(self._memory, self._first, self.places[number])
+        at, nbytes = self.places[number].tolist()
+        return self._memory[at - self._first :][:nbytes]
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 def map_pages(address: int, size: int, *, write: bool = False) -> bool:

@@ -23,10 +23,11 @@ from ckptd.base.grids.owners import ABSENT, distinct
 from ckptd.base.grids.plan import plan
 from ckptd.base.grids.runs import Runs, merge
 from ckptd.base.runtime.copier import copy_values
+from ckptd.base.runtime.memory import HostBuffers
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import Manifest
 from ckptd.checkpoint.load.files import PieceLocations
-from ckptd.checkpoint.load.target import DeviceTarget, HostTargets, Target
+from ckptd.checkpoint.load.target import DeviceTarget, Target
 from ckptd.errors import CkptdError, CorruptError, MismatchError, UsageError
 from ckptd.store.base import Store
 from ckptd.types import Box, DType
@@ -503,7 +504,7 @@ class ReadPlan:
     @cached_property
     def addresses(self) -> I64:
         """Where each buffer begins, and how many bytes it has; nowhere for one of a device."""
-        if isinstance(self.targets, HostTargets):
+        if isinstance(self.targets, HostBuffers):
             return self.targets.places
         found = [
             (t.__array_interface__["data"][0], t.nbytes) if isinstance(t, np.ndarray) else (0, 0)

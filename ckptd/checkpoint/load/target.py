@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Block
 
 U8 = NDArray[np.uint8]
-I64 = NDArray[np.int64]
 
 
 class DeviceBatch(Protocol):
@@ -77,33 +75,3 @@ class DeviceTarget(Protocol):
 
 
 Target = U8 | DeviceTarget
-
-
-class HostTargets(Sequence[U8]):
-    """Buffers of the host, each a view that is made when it is asked for.
-
-    Parameters
-    ----------
-    memory
-        All that lies between the first and the last, and keeps them.
-    first
-        Its address.
-    places
-        Address and bytes of each, a row each.
-    """
-
-    def __init__(self, memory: U8, first: int, places: I64) -> None:
-        self._memory, self._first, self.places = memory, first, places
-
-    @overload
-    def __getitem__(self, number: int) -> U8: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[U8]: ...
-    def __getitem__(self, number: int | slice) -> U8 | Sequence[U8]:
-        if isinstance(number, slice):
-            return HostTargets(self._memory, self._first, self.places[number])
-        at, nbytes = self.places[number].tolist()
-        return self._memory[at - self._first :][:nbytes]
-
-    def __len__(self) -> int:
-        return len(self.places)

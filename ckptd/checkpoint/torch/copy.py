@@ -80,9 +80,6 @@ def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[in
     raise AssertionError(f"plan gives this rank a piece it does not hold: {piece}")
 
 
-_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-
-
 class CopyForm:
     """Facts of the copy steps, computed once for all saves of the same tensors, without these.
 
@@ -239,15 +236,29 @@ class CopySources:
         on a subclass that wraps tensors, raises its count, and not always that of those inside.
         """
         found: list[int] = []
-        for name in self.form.watched:
-            leaf = self.leaves[name]
-            local = leaf.local
+        locals, inner = self._watched
+        for name, local in zip(self.form.watched, locals, strict=True):
             counted = type(local) is torch.Tensor and not local.is_inference()
             count = local._version if counted else _version(local)
-            inner = leaf.tensor is not local or leaf.wrapped
-            whole = _version(leaf.origin) if inner else count
+            whole = _version(self.leaves[name].origin) if name in inner else count
             found += (local.data_ptr(), count, whole)
         return found
+
+    @cached_property
+    def _watched(self) -> tuple[list[torch.Tensor], set[str]]:
+        """The local tensors of `CopyForm.watched`, and which are inside of others."""
+        names, leaves = self.form.watched, self.leaves
+        some = leaves.hold(names) if isinstance(leaves, RecalledLeaves) else names
+        inner = {n for n in some if leaves[n].tensor is not leaves[n].local or leaves[n].wrapped}
+        return self._locals(names), inner
+
+    def _locals(self, names: Sequence[str]) -> list[torch.Tensor]:
+        leaves = self.leaves
+        return (
+            leaves.locals(names)
+            if isinstance(leaves, RecalledLeaves)
+            else [leaves[n].local for n in names]
+        )
 
     def among(self, storages: Container[int]) -> list[str]:
         """Return the names of what is copied late and lies in some storages."""
@@ -309,10 +320,6 @@ class CopySources:
                 step = form.steps[number]
                 _copy(self.source(number), slot.place(step.start, step.end))
 
-    def _bytes(self, number: int) -> _Bytes:
-        at, _, nbytes = self.form.runs[number].tolist()
-        return bytes_at(at, nbytes)
-
     def copy_late(self, numbers: Sequence[int], slot: Slot) -> None:
         """Copy what the program may free at any moment, in a thread of its own.
 
@@ -336,13 +343,9 @@ class CopySources:
             raise
 
     def _check_there(self, numbers: Sequence[int]) -> None:
-        steps, addresses, leaves = self.form.steps, self.form.addresses, self.leaves
+        steps, addresses = self.form.steps, self.form.addresses
         names = [steps[n].name for n in numbers]
-        if isinstance(leaves, RecalledLeaves):
-            locals = leaves.locals(names)
-        else:
-            locals = [leaves[name].local for name in names]
-        places = map(methodcaller("data_ptr"), locals)
+        places = map(methodcaller("data_ptr"), self._locals(names))
         moved = [x for x, n, at in zip(names, numbers, places, strict=True) if at != addresses[n]]
         if gone := [name for name in moved if name not in self.form.fresh]:
             raise _mutated(gone)
@@ -352,7 +355,8 @@ class CopySources:
         step = self.form.steps[number]
         place = slot.place(step.start, step.end)
         if self.form.plain[number]:
-            return bool(np.array_equal(place, self._bytes(number)))
+            at, _, nbytes = self.form.runs[number].tolist()
+            return bool(np.array_equal(place, bytes_at(at, nbytes)))
         return digest(place.data) == _digest(self.source(number))
 
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Fill, Region
 from ckptd.base.grids.grid import is_unshared
 from ckptd.base.grids.owners import distinct
+from ckptd.base.runtime.memory import HostBuffers
 from ckptd.base.torch.device import kind_of
 from ckptd.base.torch.tensors import as_bytes, bytes_at, flat_memory, is_dtensor, local_tensor
 from ckptd.checkpoint.format.witness import VALUE_BYTES, check_elements, gather
 from ckptd.checkpoint.load.plan import Want, put_fill
-from ckptd.checkpoint.load.target import HostTargets
 from ckptd.checkpoint.torch.state.describe import Describer, whole_region
 from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.errors import CkptdError, DeadlineError
@@ -61,7 +61,7 @@ class Filling:
         self._uploads: dict[torch.device, Upload] = {}
         self.wants: list[Want] = []
         self.names: list[str] = []
-        self.recalled: tuple[Sequence[Buffer], HostTargets] | None = None
+        self.recalled: tuple[Sequence[Buffer], HostBuffers] | None = None
 
     @property
     def filled(self) -> tuple[Sequence[Buffer], Sequence[LiveTarget]]:
@@ -230,13 +230,13 @@ class Filling:
             Of each target.
         """
         there: dict[Upload, list[int]] = {}
-        if isinstance(targets, HostTargets):
+        if isinstance(targets, HostBuffers):
             places, sizes = targets.places.T
         else:
             places = np.zeros(len(targets), dtype=np.int64)
             sizes = np.array([t.nbytes for t in targets], dtype=np.int64)
         counts = sizes // itemsizes
-        for number, target in enumerate(() if isinstance(targets, HostTargets) else targets):
+        for number, target in enumerate(() if isinstance(targets, HostBuffers) else targets):
             if isinstance(target, DeviceBuffer):
                 there.setdefault(target.writer, []).append(number)
             else:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.grids.block import box_region
 from ckptd.base.grids.owners import distinct
+from ckptd.base.runtime.memory import HostBuffers
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.device import is_capturing
@@ -43,7 +44,6 @@ from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahea
 from ckptd.checkpoint.load.hostgroup import HostGroup
 from ckptd.checkpoint.load.plan import Moves, ReadPlan, Want, read_plan
 from ckptd.checkpoint.load.read import InMemory, ReadReport, execute
-from ckptd.checkpoint.load.target import HostTargets
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -516,13 +516,13 @@ class _Planned(msgspec.Struct, frozen=True, eq=False):
     moves: Moves
     files: Sequence[int]
 
-    def targets(self, leaves: RecalledLeaves) -> HostTargets:
+    def targets(self, leaves: RecalledLeaves) -> HostBuffers:
         """Return the buffers of leaves that are as they were."""
         locals = leaves.locals(self.names)
         starts = np.fromiter(map(methodcaller("data_ptr"), locals), np.int64, len(locals))
         first = int(starts.min(initial=1 << 62))
         memory = bytes_at(first, int((starts + self.sizes).max(initial=first)) - first, leaves)
-        return HostTargets(memory, first, np.stack((starts, self.sizes), axis=1))
+        return HostBuffers(memory, first, np.stack((starts, self.sizes), axis=1))
 
 
 class _Tried(msgspec.Struct, frozen=True, dict=True):

@@ -189,6 +189,7 @@ class KnownState:
         self._sections = [""] * len(tensors)
         self._forms: list[Any] = [None] * len(tensors)
         self._origins: dict[int, int] = {}
+        self._inner: set[int] = set()
         self._tied: dict[int, tuple[str, ...]] = {}
         for leaf in leaves.tensors.values():
             if not leaf.fresh:
@@ -198,6 +199,8 @@ class KnownState:
                 self._forms[number] = shared.setdefault(form, form)
                 if leaf.wrapped:
                     self._origins[number] = positions[id(leaf.origin)]
+                if leaf.wrapped or leaf.tensor is not leaf.local:
+                    self._inner.add(number)
                 if leaf.aliases:
                     self._tied[number] = leaf.aliases
         self._aliases = {a: n for a, n in leaves.aliases.items() if not leaves.tensors[n].fresh}
@@ -294,7 +297,7 @@ class KnownState:
             if saying.asks and not saying.fits(said[name], slots):
                 return None
         leaves = Leaves(
-            tensors=RecalledLeaves(dict(self._order), leaf, locals, storages),
+            tensors=RecalledLeaves(dict(self._order), leaf, locals, self._inner, storages),
             objects={record.name: record for record in self._records},
             aliases=dict(self._aliases),
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],

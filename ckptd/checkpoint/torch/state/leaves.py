@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, Protocol, cast, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 import msgspec
 import torch
@@ -267,6 +267,8 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
         Makes the leaf of a number.
     locals
         What this rank has of the tensor, by number.
+    inner
+        Numbers of those that are inside of others.
     kept
         What keeps their memory meanwhile.
     """
@@ -275,25 +277,39 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
         self,
         found: dict[str, Any],
         make: Callable[[str, int], TensorLeaf],
-        locals: Sequence[torch.Tensor],
+        locals: list[torch.Tensor],
+        inner: Collection[int],
         kept: object,
     ) -> None:
         self._found, self._make, self._locals, self._kept = found, make, locals, kept
+        self._inner = inner
 
     def locals(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Return the local tensor of each leaf, and make none for that."""
         found = map(self._found.__getitem__, names)
         return [self._locals[f] if type(f) is int else f.local for f in found]
 
+    def hold(self, names: Iterable[str]) -> Sequence[str]:
+        """Detach local tensors, so that they stay what they are; return which are inside others."""
+        here, inner = self._locals, []
+        for name in names:
+            number = self._found[name]
+            if type(number) is not int or number in self._inner:
+                inner.append(name)
+            else:
+                here[number] = here[number].detach()
+        return inner
+
     def made(self) -> list[TensorLeaf]:
         """Return the leaves that were asked for or put there."""
         return [leaf for leaf in self._found.values() if type(leaf) is TensorLeaf]
 
     def __getitem__(self, name: str) -> TensorLeaf:
-        found = self._found[name]
+        found: Any = self._found[name]
         if type(found) is int:
             found = self._found[name] = self._make(name, found)
-        return cast("TensorLeaf", found)
+        leaf: TensorLeaf = found
+        return leaf
 
     def __setitem__(self, name: str, leaf: TensorLeaf) -> None:
         self._found[name] = leaf
