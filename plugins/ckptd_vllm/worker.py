@@ -48,7 +48,7 @@ class CkptdInitInfo(WeightTransferInitInfo):
     layout
         How the ranks of this vLLM hold the model: the name of a shipped layout, such as
         ``vllm.llama``, or a program.
-    at, root, root_layout, budget_bytes
+    at, root, root_layout, budget_bytes, pass_on
         See `ckptd.Subscriber`.
     in_place
         Write the model's parameters themselves. Only where vLLM keeps them as it has loaded them:
@@ -64,6 +64,7 @@ class CkptdInitInfo(WeightTransferInitInfo):
     root_layout: str | None = None
     budget_bytes: int | None = None
     in_place: bool = False
+    pass_on: bool = False
     wait_s: float = 300.0
 
 
@@ -117,6 +118,7 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
             budget_bytes=init_info.budget_bytes,
             root=init_info.root,
             root_layout=init_info.root_layout,
+            pass_on=init_info.pass_on,
         )
 
     def _group(self) -> Any:
