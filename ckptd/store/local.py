@@ -471,6 +471,8 @@ class LocalStore(Store):
         with self._opened(key) as (path, fd, size):
             start, end = (byte_range.start, byte_range.end) if byte_range else (0, size)
             check_end(path, end, size)
+            if len(whole := os.pread(fd, end - start, start)) == end - start:
+                return whole
             buffer = bytearray(end - start)
             read_range(path, fd, start, memoryview(buffer), direct=False)
             return bytes(buffer)

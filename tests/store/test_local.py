@@ -23,6 +23,7 @@ from ckptd.store import open_store
 from ckptd.store.local import LocalOptions, LocalStore
 from ckptd.store.osio import Os, WatchedOs
 from ckptd.testing.store import pattern
+from ckptd.types import ByteRange
 from tests.store.places import refuse_link
 
 MIB = 1 << 20
@@ -203,6 +204,18 @@ def test_setgid_and_group_of_the_root_are_kept(tmp_path: Path) -> None:
 
 
 OLD, NEW = (f"~{digit * 24}.put" for digit in "01")
+
+
+def test_an_object_that_the_system_gives_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the kernel gives 2 GiB at most, and a network file system what it has."""
+    store, whole = LocalStore(tmp_path), pattern(100_000)
+    store.put("a", whole)
+    once = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: once(fd, count // 2, at))
+    assert store.get("a") == whole
+    assert store.get("a", ByteRange(7, 70_000)) == whole[7:70_000]
 
 
 def test_sweep_takes_old_leftovers_only(tmp_path: Path) -> None:

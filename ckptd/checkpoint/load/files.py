@@ -675,7 +675,7 @@ def read_ahead(store: Store, files: Sequence[FileEntry]) -> Iterator[None]:
 def _read(store: Store, files: Sequence[FileEntry], stop: threading.Event) -> None:
     left = available_bytes() // 2
     # Reads, not advice: advice fills the disk's queue, and the load's own small reads stand behind.
-    view = memoryview(bytearray(_STEP_BYTES))
+    view = np.empty(_STEP_BYTES, np.uint8).data  # no page of it, where all is there already
     with LocalFiles(store, files) as opened:
         for number, entry in enumerate(files):
             try:

@@ -217,6 +217,18 @@ def test_file_round_trip_and_strangers() -> None:
     assert (parts["present"] == witness.present).all()
 
 
+def test_a_file_whose_values_lie_at_odd_addresses() -> None:
+    """A load looks at a witness where it was read."""
+    witness = filled()
+    raw = witness.encode()
+    length = int.from_bytes(raw[:8], "little")
+    raw = (length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :]
+    back = Witness.decode(raw, "witness", PLAN)
+    words = [w.values.view(np.uint64).reshape(-1).take(np.arange(8)) for w in (witness, back)]
+    assert words[0].tolist() == words[1].tolist()
+    assert compare(PLAN, back, witness) == []
+
+
 def test_broken_files() -> None:
     raw = bytearray(filled().encode())
     header = len(raw) - 9 * PLAN.total
