@@ -18,8 +18,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ckptd.base.torch.places import WeakStorages, memory_of
-from ckptd.base.torch.tensors import PLAIN, is_dtensor, is_of, is_wrapped
+from ckptd.base.torch.tensors import (
+    PLAIN,
+    WeakStorages,
+    is_dtensor,
+    is_of,
+    is_wrapped,
+    memory_of,
+)
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     PerRank,
