@@ -257,6 +257,6 @@ class Campaign:
 
 
 def _pattern(key: str, url: str) -> str:
-    """Return `key` as a pattern that also fits another root, temporary names, marks and leases."""
+    """Return `key` as a pattern that also fits another root and names that are new each time."""
     key = f"*{key.removeprefix(url)}" if key.startswith(url) else key
-    return re.sub(r"(~|/deleting/(?:commit-)?|leases/)[0-9a-f]+", r"\1*", key)
+    return re.sub(r"(~|/deleting/(?:commit-)?|leases/|/signature-)[0-9a-f]+", r"\1*", key)
