@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -62,7 +62,6 @@ from ckptd.publish.messages import (
     AskStored,
     AskTensors,
     AskWhere,
-    BlockRead,
     ChangedBlocks,
     HoldAnswer,
     Mapped,
@@ -645,14 +644,8 @@ class _Session:
                     self._connection.send_descriptor(Mapped(slot.nbytes), slot.fd)
             case AskChanged(since, number, wait_s):
                 send(self._changed(since, number, wait_s))
-            case AskRead(number, blocks):
-                total = self._read(number, blocks, summed=bool(self._wanted))
-                if self._wanted:
-                    self._total = folded(self._total, total)
-                    self._asked = folded(self._asked, msgspec.msgpack.encode(question))
-                    if self._asked == self._wanted:
-                        server._sources.prove(self._wanted, self._total)
-                        self._wanted = b""
+            case AskRead():
+                self._read(question)
             case AskSource(key, entry):
                 path = server._sources.path(key, entry, self._connection)
                 self._wanted, self._asked, self._total = key, asked_first(self._names), b""
@@ -686,8 +679,17 @@ class _Session:
             bits.append(np.packbits(np.array(differ, dtype=np.bool_)).tobytes())
         return ChangedBlocks(True, BLOCK_BYTES, tuple(bits))
 
-    def _read(self, number: int, blocks: Sequence[BlockRead], *, summed: bool) -> bytes:
-        """Send parts; return the sum of the answer, if it is wanted."""
+    def _prove(self, question: AskRead, total: bytes) -> None:
+        """Note the sum of an answer, and that of all once this is the last one."""
+        self._total = folded(self._total, total)
+        self._asked = folded(self._asked, msgspec.msgpack.encode(question))
+        if self._asked == self._wanted:
+            self._server._sources.prove(self._wanted, self._total)
+            self._wanted = b""
+
+    def _read(self, question: AskRead) -> None:
+        """Send parts."""
+        number, blocks = question.number, question.blocks
         known = [self._server._tensors.get(n, _ABSENT) for n in self._names]
         for block in blocks:
             if block.tensor < len(known) and not known[block.tensor].dtype:
@@ -704,15 +706,16 @@ class _Session:
             if sizes:  # they are few bytes, and need no slot from here on
                 parts = [memoryview(b"".join(parts))]
             answer = ReadBytes(all_of_it, sizes)
-            total = sum_of(answer, parts) if summed else b""
+            total = sum_of(answer, parts) if self._wanted else b""
             if slot.sealed != number:  # no hold
                 raise _not_there(f"version {number} was overwritten")
+            if self._wanted:  # before it is sent: a worker that has all passes it on at once
+                self._prove(question, total)
             # What is written to the slot from here on the digest shows.
             if not sizes:
                 self._connection.send_parts(answer, parts)
         if sizes:
             self._connection.send_parts(answer, parts)
-        return total
 
     def _scratch(self, nbytes: int) -> U8:
         if len(self._buffer) < nbytes:

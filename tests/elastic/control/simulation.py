@@ -13,6 +13,7 @@ that is consumed twice or not at all, a job that neither goes on nor says why.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 
 from ckptd.checkpoint.data.schedule import Schedule
@@ -429,7 +430,11 @@ def _check_last_words(world: World, aborted: Abort) -> None:
     if aborted.kind not in {"no-progress", "no-nodes", "stopped", "max-restarts"}:
         raise Violation(f"ended with {aborted.kind}")
     # What it says may be a message old, and never more than what is committed.
-    told = int(aborted.text.rsplit(" ", 1)[-1].rstrip("."))
+    ends = r".*(?:Step (\d+) or a later one is|No step is known to be) committed\."
+    said = re.fullmatch(ends, aborted.text)
+    if said is None:
+        raise Violation(f"no word of what is committed: {aborted.text}")
+    told = int(said[1] or 0)
     if told > world.line.committed:
         raise Violation(f"step {told} was promised, {world.line.committed} are committed")
 
