@@ -114,7 +114,7 @@ class _Gpus:
         kinds = (nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY)
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             up = self._read(nvml.nvmlDeviceGetNvLinkState, device, link)
-            if up is None:  # there is no such link
+            if up is None:  # the GPU has no more links
                 return
             was = self._before.get((number, "up", link), 0)
             self._before[number, "up", link] = max(up, was)

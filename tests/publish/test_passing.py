@@ -17,7 +17,7 @@ from ckptd.publish.messages import ServerEntry
 from ckptd.publish.passing import Sources
 from tests.processes import kill, until
 from tests.programs import Program
-from tests.publish.passworker import Done, Worker, values_of
+from tests.publish.passworker import Done, values_of
 from tests.reshard.torch.layout.jobs import whole
 from tests.reshard.torch.layout.test_binder import WHOLE, fused
 
@@ -52,7 +52,7 @@ class Cluster:
 
     def worker(self, host: str, **spec: object) -> Program:
         """Start a worker on a host."""
-        raw = msgspec.json.encode(Worker(str(self.at), **spec)).decode()  # type: ignore[arg-type]
+        raw = msgspec.json.encode({"at": str(self.at), **spec}).decode()
         env = dict(os.environ, CKPTD_NODE=host)
         found = Program("-m", "tests.publish.passworker", raw, env=env)
         for end in (found.stdout.close, found.stderr.close, found.kill):

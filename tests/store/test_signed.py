@@ -65,7 +65,7 @@ def test_hashes_are_those_of_what_lies_there(tmp_path: Path, how: str, size: int
 
 
 def test_what_ranks_tell_each_other_is_of_a_process_with_the_key(tmp_path: Path) -> None:
-    """The one that commits signs what the others report: whoever wrote a report had it signed."""
+    """The committing rank signs what others report, so a forged report was signed."""
     inner = open_store(str(tmp_path / "store"))
     keys = [read_private(key_pair(tmp_path, name)[0]) for name in ("release", "other")]
     told, by_another, of_another_root = (

@@ -55,7 +55,7 @@ class HealthSource(Protocol):
     """An entry point of the group ``ckptd.health``: it makes a function that looks at the hardware.
 
     It is called once, in a thread of its own, and gives a function that is called every 2 s while
-    ranks run: it returns the signs of that moment. It gives None where there is no such hardware.
+    ranks run: it returns the signs of that moment. None means that this host lacks that hardware.
     Whatever either raises is logged, and either may take its time.
     """
 

@@ -488,7 +488,7 @@ class Forger(Wrapper):
 
 
 def test_what_nobody_with_the_key_has_reported_is_not_signed(tmp_path: Path) -> None:
-    """Whoever wrote to the root during a save had other weights signed."""
+    """A process that wrote to the root during a save had other weights signed."""
     sign = key_pair(tmp_path, "release")[0]
     inner = MemoryStore("forged report")
     catalogue = Catalogue(inner)

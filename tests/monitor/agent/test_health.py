@@ -173,7 +173,12 @@ def test_a_source_that_hangs_costs_nothing(
 ) -> None:
     monkeypatch.setattr(health, "_DEADLINE_S", 0.0)
     forever = threading.Event()
-    found = started(hangs=lambda: forever.wait, works=lambda: lambda: (SIGN,))  # type: ignore[arg-type]
+
+    def hangs() -> tuple[Sign, ...]:
+        forever.wait()
+        return ()
+
+    found = started(hangs=lambda: hangs, works=lambda: lambda: (SIGN,))
     try:
         until(lambda: bool(found.signs()), "no sign")
         assert [(s.source, s.what) for s in found.signs()] == [("works", "fan")]
