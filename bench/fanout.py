@@ -19,8 +19,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
-import struct
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,10 +30,12 @@ import torch
 import torch.distributed as dist
 
 import ckptd
-from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import ServerEntry
 from ckptd.publish.passing import Sources
 from ckptd.testing.ranks import run_ranks
+
+sys.path.insert(0, str(common.HERE.parent))
+from tests.publish.passworker import links_of, received
 
 PICTURE = common.HERE.parent / "docs" / "guide" / "fanout.svg"
 COUNTED, MODELLED = (1, 4, 16), (1, 16, 256, 512, 4096)
@@ -47,8 +47,6 @@ space s { A[v h] }
 layout all of s on P { a = A[v h] }
 """
 SHAPE = 4096, 1024
-_RECEIVED = slice(128, 136)
-"""Where `struct tcp_info` has the bytes received."""
 
 
 def modelled(workers: int) -> dict[str, Any]:
@@ -95,20 +93,10 @@ def life(place: str, pass_on: bool) -> tuple[int, int, int]:
     dist.new_group([0])
     os.environ["CKPTD_NODE"] = f"host-{(rank - 1) // A_HOST_HERE}"
     with ckptd.Subscriber(LAYOUT, {"a": weights}, place, pass_on=pass_on) as subscriber:
-        links: list[ServerLink] = []
-        inner = subscriber._link
-
-        def link(*args: Any) -> ServerLink:
-            links.append(inner(*args))
-            return links[-1]
-
-        setattr(subscriber, "_link", link)  # noqa: B010
+        links = links_of(subscriber)
         dist.barrier()
         report = subscriber.update(wait_s=60)
-        total = 0
-        for one in links:
-            info = one._connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            total += struct.unpack("=Q", info[_RECEIVED])[0]
+        total = received(links)
         if report is not None:
             found = total, report.bytes_received, report.bytes_passed
         dist.barrier()

@@ -187,6 +187,19 @@ def break_it(fault: str, asked: str) -> None:
         setattr(_Taker, "_offered", offers)  # noqa: B010
 
 
+def links_of(subscriber: ckptd.Subscriber) -> list[ServerLink]:
+    """Return the connections that a subscriber makes from now on, in a list that grows."""
+    links: list[ServerLink] = []
+    inner = subscriber._link
+
+    def link(*args: Any) -> ServerLink:
+        links.append(inner(*args))
+        return links[-1]
+
+    setattr(subscriber, "_link", link)  # noqa: B010
+    return links
+
+
 def received(links: list[ServerLink]) -> int:
     """Return the bytes that the kernel got over some connections."""
     total = 0
@@ -205,14 +218,7 @@ def main() -> None:
     break_it(spec.fault, spec.asked)
     module = Tree(fused(whole(99)))
     with ckptd.Subscriber(FUSED, module, spec.at, pass_on=spec.pass_on, timeout_s=60) as worker:
-        links: list[ServerLink] = []
-        inner = worker._link
-
-        def link(*args: Any) -> ServerLink:
-            links.append(inner(*args))
-            return links[-1]
-
-        setattr(worker, "_link", link)  # noqa: B010
+        links = links_of(worker)
         for number in range(1, spec.updates + 1):
             if spec.before and number > 1:
                 until(Path(f"{spec.before}{number}").exists, "leave to update")

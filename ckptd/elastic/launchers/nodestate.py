@@ -52,7 +52,7 @@ class NodeState:
 
     def __init__(self, node: str, tell: Callable[[SaidEvent], None]) -> None:
         self.node, self._tell = node, tell
-        self.life = secrets.token_hex(8)
+        self.life, self._domains = secrets.token_hex(8), _domains()
         self.fence = self.fenced = self.started = self.running = 0
         self.rank = NO_ORDER
         self.begun_at = 0.0
@@ -85,7 +85,7 @@ class NodeState:
             host=host,
             sick=sick,
             pid=os.getpid(),
-            domains=_domains(),
+            domains=self._domains,
         )
 
     def order_begin(self, begin: Begin) -> bool:
