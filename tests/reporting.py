@@ -1,7 +1,9 @@
 """What is shown at the end of a run: lines of tests, and with ``--costs N`` what costs most.
 
 ``--budget`` fails a run in which the tests of a slice cost more CPU seconds than pyproject.toml
-allows them.
+allows them, on a machine as fast as the one that they were counted on. One and the same suite cost
+1,050 CPU seconds on one day and 1,460 on another, so each worker counts what a fixed piece of work
+costs, and a slower machine may spend as many times more.
 
 A test asks for the fixture `report` and calls it with a line: counts of a campaign, seeds, worst
 cases. Lines and costs travel with the test's own report, so that they also arrive from the worker
@@ -10,7 +12,12 @@ processes of pytest-xdist.
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import mmap
 import os
+import subprocess
+import sys
 import time
 import tomllib
 from collections import defaultdict
@@ -19,6 +26,7 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,9 +34,10 @@ import pytest
 
 from tests.simdevice.processes import servers
 
-_PROPERTY, _COST = "report-line", "cost"
+_PROPERTY, _COST, _PACE = "report-line", "cost", "pace"
 _lines: list[tuple[str, str]] = []
 _costs: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
+_paces: list[float] = []
 _begun = pytest.StashKey[Any]()
 
 
@@ -92,13 +101,42 @@ def _folders() -> dict[str, Any]:
     return folders
 
 
-def over_budget(spent: Mapping[str, float], allowed: Mapping[str, float]) -> list[str]:
-    """Return a line for each folder of tests that has spent more CPU seconds than it is allowed."""
+def over_budget(
+    spent: Mapping[str, float], allowed: Mapping[str, float], slower: float = 1.0
+) -> list[str]:
+    """Return a line for each folder of tests that has spent more CPU seconds than it is allowed.
+
+    Parameters
+    ----------
+    slower
+        How many times more this machine spends on the same work.
+    """
     return [
-        f"{folder}: {seconds:.0f} CPU s, {allowed[name]} allowed"
+        f"{folder}: {seconds:.0f} CPU s, {allowed[name] * slower:.0f} allowed"
         for folder, seconds in sorted(spent.items())
-        if seconds > allowed.get(name := folder.removeprefix("tests/"), float("inf"))
+        if seconds > slower * allowed.get(name := folder.removeprefix("tests/"), float("inf"))
     ]
+
+
+def pace() -> float:
+    """Return the CPU seconds of work as tests have it: Python, fresh memory, a process's start."""
+    began = _now()
+    for _ in range(2):
+        compile(inspect.getsource(argparse), "argparse", "exec")
+    with mmap.mmap(-1, size := 64 << 20) as memory:
+        memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
+    subprocess.run([sys.executable, "-I", "-c", "import argparse, decimal, json"], check=True)
+    return float(sum((_now() - began)[1:]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collect what a worker of pytest-xdist counted."""
+    _paces.extend(getattr(node, "workeroutput", {}).get(_PACE, ()))
+
+
+def _slower(project: Mapping[str, Any]) -> float:
+    return max(1.0, median(_paces or [0.0]) / project["tool"]["ckptd"]["cpu-seconds-of-pace"])
 
 
 def _over_budget(config: pytest.Config) -> list[str]:
@@ -106,16 +144,30 @@ def _over_budget(config: pytest.Config) -> list[str]:
         return []
     project = tomllib.loads((config.rootpath / "pyproject.toml").read_text())
     spent = {name: own + others for name, (_, _, own, others) in _folders().items()}
-    return over_budget(spent, project["tool"]["ckptd"]["cpu-seconds"])
+    return over_budget(spent, project["tool"]["ckptd"]["cpu-seconds"], _slower(project))
 
 
 TOO_DEAR = 6
 """Exit status of a run in which all tests passed, above their budget; pytest has those up to 5."""
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Count before the tests and after them: a machine may have other work for a while."""
+    _count(session.config)
+
+
+def _count(config: pytest.Config) -> None:
+    workers = config.getoption("numprocesses", None)
+    if config.getoption("budget") and (hasattr(config, "workerinput") or not workers):
+        _paces.append(pace())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Fail a run that is too dear."""
+    _count(session.config)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_PACE] = _paces
     if _over_budget(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = TOO_DEAR
     yield
@@ -133,6 +185,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(
                 f"{tests:6.0f} {wall:7.1f} {own + others:7.1f} {others:7.1f}  {name}"
             )
+    if _paces:
+        terminalreporter.write_line(f"a fixed piece of work cost {median(_paces):.3f} CPU s")
     if over := _over_budget(terminalreporter.config):
         terminalreporter.section("above the budget of CPU seconds", red=True)
         for line in over:
