@@ -48,7 +48,7 @@ class ApiError(StoreError):
     def __init__(self, status: int, where: str, found: str) -> None:
         hint = {
             401: "is the service account's token mounted, and has it not expired?",
-            403: "compare the Role with docs/examples/kubernetes/rbac.yaml",
+            403: "compare the Role with deploy/helm/ckptd/templates/rbac.yaml",
         }.get(status)
         super().__init__(
             "the Kubernetes API refused",
@@ -209,7 +209,7 @@ def in_cluster(folder: Path = _FOLDER) -> Api:
             where=str(folder),
             wanted="KUBERNETES_SERVICE_HOST, and token, ca.crt and namespace in that folder",
             hint="automountServiceAccountToken: true, and serviceAccountName as in"
-            " docs/examples/kubernetes/rbac.yaml",
+            " deploy/helm/ckptd/templates/rbac.yaml",
         )
     shown = f"[{host}]" if ":" in host else host
     return Api(
