@@ -127,7 +127,7 @@ class VersionTable:
     def newer(self, than: int, wait_s: float = 0.0) -> tuple[int, int] | None:
         """Return number and step of the newest whole version above `than`; wait for one so long."""
         with self._change:
-            self._change.wait_for(lambda: self._newest() > (than, -1), wait_s)
+            self._change.wait_for(lambda: self._newest()[0] > than, wait_s)
             found = self._newest()
             return found if found[0] > than else None
 

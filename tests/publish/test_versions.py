@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+
+import pytest
 
 from ckptd.publish.versions import SlotChoice, VersionTable
+from tests.processes import PATIENCE_S
 
 
 class Clock:
@@ -39,6 +44,26 @@ def test_the_newest_whole_version_stays_until_there_is_another() -> None:
     assert made(book, 4) == SlotChoice(1)
     assert made(book, 5) == SlotChoice(0)
     assert not book.hold(1, "late")
+
+
+def test_who_has_the_newest_version_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told at once that there is none, and the server asked again, as fast as it could."""
+    book = VersionTable(2, 60.0)
+    made(book, 1)
+    waits, found = threading.Event(), list[tuple[int, int] | None]()
+    wait_for = book._change.wait_for
+
+    def waiting(predicate: Callable[[], bool], wait_s: float) -> bool:
+        waits.set()
+        return wait_for(predicate, wait_s)
+
+    monkeypatch.setattr(book._change, "wait_for", waiting)
+    thread = threading.Thread(target=lambda: found.append(book.newer(1, PATIENCE_S)))
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    made(book, 2)
+    thread.join(PATIENCE_S)
+    assert found == [(2, 20)]
 
 
 def test_what_is_held_is_not_filled_and_does_not_stop_the_rest() -> None:
