@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch.distributed import HashStore
 
+from ckptd.base.runtime import ranks as base_ranks
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.base.torch import ranks
 from ckptd.base.torch.ranks import Agreement, JobBoard
@@ -19,10 +20,13 @@ from ckptd.testing.ranks import rank_outcomes
 from tests.processes import PATIENCE_S
 
 
-def everywhere(world: int, work: Any, timeout_s: float = 20.0) -> list[Any]:
-    """Run ``work(agreement)`` in a thread a rank; return what each returned or raised."""
-    first = LocalBoard(0, world)
-    boards = [first, *(LocalBoard(r, world, first) for r in range(1, world))]
+def boards_of(world: int, made: type[LocalBoard] = LocalBoard) -> list[LocalBoard]:
+    first = made(0, world)
+    return [first, *(made(r, world, first) for r in range(1, world))]
+
+
+def at_each(boards: list[LocalBoard], work: Any, timeout_s: float) -> list[Any]:
+    """Run ``work(agreement)`` in a thread a board; return what each returned or raised."""
 
     def run(board: LocalBoard) -> Any:
         try:
@@ -30,8 +34,70 @@ def everywhere(world: int, work: Any, timeout_s: float = 20.0) -> list[Any]:
         except CkptdError as error:
             return error
 
-    with ThreadPoolExecutor(world) as threads:
+    with ThreadPoolExecutor(len(boards)) as threads:
         return list(threads.map(run, boards))
+
+
+def everywhere(world: int, work: Any, timeout_s: float = 20.0) -> list[Any]:
+    return at_each(boards_of(world), work, timeout_s)
+
+
+class Idle(LocalBoard):
+    """A board of ranks that all wait: a wait is over when no other rank could end it any more.
+
+    The time that the ranks see passes there, and nowhere else: a machine that is busy makes no
+    rank late.
+    """
+
+    present = 0
+    now_s = 0.0
+    _waits: ClassVar[dict[LocalBoard, tuple[str, float]]] = {}
+
+    @classmethod
+    def monotonic(cls) -> float:
+        return cls.now_s
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with self._changed:
+            end = Idle.now_s + timeout_s
+            self._waits[self] = key, end
+            self._pass()
+            while key not in self._values and Idle.now_s < end:
+                assert self._changed.wait(PATIENCE_S)
+            del self._waits[self]
+        return super().get(key, 0.0)
+
+    def leave(self) -> None:
+        with self._changed:
+            Idle.present -= 1
+            self._pass()
+
+    def _pass(self) -> None:
+        """Let the time pass until the first wait is over, if all wait."""
+        waits = self._waits.values()
+        if len(waits) == Idle.present and not any(key in self._values for key, _ in waits):
+            Idle.now_s = max(Idle.now_s, min((end for _, end in waits), default=0.0))
+            self._changed.notify_all()
+
+
+def where_some_are_missing(
+    world: int, missing: Iterable[int], work: Any, patch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[LocalBoard]]:
+    """Run it on all other ranks; return what they raised, and all boards."""
+    boards = boards_of(world, Idle)
+    there = [board for board in boards if board.rank not in missing]
+    patch.setattr(Idle, "present", len(there))
+    patch.setattr(base_ranks, "time", Idle)
+    patch.setattr(ranks, "time", Idle)
+
+    def run(agreement: Agreement) -> None:
+        try:
+            work(agreement)
+        finally:
+            assert isinstance(agreement.board, Idle)
+            agreement.board.leave()
+
+    return at_each(there, run, 0.5), boards
 
 
 def test_what_is_posted_does_not_stay() -> None:
@@ -166,15 +232,15 @@ def test_an_error_in_joining_is_everybodys(failing: int) -> None:
 @pytest.mark.parametrize("missing", [(17, 19), (20,), (16,), (3, 32)])
 @pytest.mark.parametrize("reports", [False, True])
 @pytest.mark.usefixtures("fan")
-def test_ranks_that_are_missing_in_a_tree_are_named(missing: tuple[int], reports: bool) -> None:
+def test_ranks_that_are_missing_in_a_tree_are_named(
+    missing: tuple[int], reports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks that post to others, and ranks to which others post."""
 
     def work(agreement: Agreement) -> Any:
-        if agreement.board.rank in missing:
-            return None
         return (agreement.all_reports if reports else agreement.in_tree)("name", b"", b"".join)
 
-    errors = [e for e in everywhere(40, work, timeout_s=0.5) if e is not None]
+    errors, _ = where_some_are_missing(40, missing, work, monkeypatch)
     assert len(errors) == 40 - len(missing)
     assert all(isinstance(e, DeadlineError) for e in errors)
     assert {e.found for e in errors} == {f"missing ranks {[*missing]}"}
@@ -193,19 +259,16 @@ def test_the_answer_counts_where_the_store_ends_with_rank_zero(
 
 @pytest.mark.parametrize("late", [5, 16])
 @pytest.mark.usefixtures("fan")
-def test_a_rank_that_comes_after_the_error_raises_it(late: int) -> None:
-    raised = threading.Semaphore(0)
-
+def test_a_rank_that_comes_after_the_error_raises_it(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(agreement: Agreement) -> Any:
-        if agreement.board.rank == late:
-            for _ in range(23):
-                assert raised.acquire(timeout=PATIENCE_S)
-        try:
-            agreement.all_reports("name", b"", b"".join)
-        finally:
-            raised.release()
+        agreement.all_reports("name", b"", b"".join)
 
-    assert {e.found for e in everywhere(24, work, timeout_s=0.5)} == {f"missing ranks [{late}]"}
+    errors, boards = where_some_are_missing(24, [late], work, monkeypatch)
+    monkeypatch.setattr(Idle, "present", 1)
+    errors += at_each([boards[late]], work, 0.5)
+    assert [e.found for e in errors] == [f"missing ranks [{late}]"] * 24
 
 
 @pytest.mark.parametrize("reports", [False, True])
@@ -252,13 +315,11 @@ def test_what_a_program_raises_is_raised_there_and_ends_the_wait_of_others(faili
     assert found == [*others[:failing], None, *others[failing:]]
 
 
-def test_missing_ranks_are_named_on_all() -> None:
+def test_missing_ranks_are_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(agreement: Agreement) -> Any:
-        if agreement.board.rank in (1, 3):
-            return None
         return agreement.all_reports("name", b"", b"".join)
 
-    errors = [e for e in everywhere(4, work, timeout_s=0.2) if e is not None]
+    errors, _ = where_some_are_missing(4, (1, 3), work, monkeypatch)
     assert len(errors) == 2
     assert all(isinstance(e, DeadlineError) for e in errors)
     assert all(e.found == "missing ranks [1, 3]" for e in errors)
@@ -283,7 +344,7 @@ def rank_that_may_die(dying: int, reports: bool) -> str:
 @pytest.mark.dist
 @pytest.mark.parametrize(("reports", "dying"), [(False, 1), (True, 1), (True, 2), (True, 3)])
 def test_a_dead_rank_is_noticed_long_before_the_time_is_up(reports: bool, dying: int) -> None:
-    outcomes = rank_outcomes(4, rank_that_may_die, dying, reports, grace_s=30.0)
+    outcomes = rank_outcomes(4, rank_that_may_die, dying, reports, grace_s=PATIENCE_S)
     assert outcomes[dying].exit_code == 7
     for rank in {0, 1, 2, 3} - {dying}:
         assert str(outcomes[rank].value).startswith(f"rank-died: rank {dying}")
