@@ -17,6 +17,7 @@ from ckptd.checkpoint.save.messages import Blob, Extra, SaveRequest
 from ckptd.checkpoint.save.structure import RankGroup, SavePlan, Structure, TensorCut, build_plan
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
+from tests.processes import PATIENCE_S
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (64, 48), "b": (48,), "s": (), "e": (0, 4)}
 
@@ -88,7 +89,7 @@ class Job:
             "objects": (),
             "metadata": {},
             "keep": None,
-            "timeout_s": 20.0,
+            "timeout_s": PATIENCE_S,
             "plan": self.plan.digest,
         }
         fields |= changes
@@ -108,7 +109,7 @@ class Job:
         save = self.request(step, **changes)
         total = self.plan.filemap.data_bytes(self.board.rank) + sum(map(len, bodies))
         handle = SaveTracker(step, self.generation, save.attempt, total)
-        slot = self.client.acquire(total, 20.0)
+        slot = self.client.acquire(total, PATIENCE_S)
         self.client.begin(save, self.plan, handle, f"save/{step}/{save.attempt}", slot)
         end = fill(self.plan, self.board.rank, arrays, slot.data)
         for body in bodies:
@@ -120,7 +121,7 @@ class Job:
 
     def close(self) -> None:
         """End the writing process."""
-        self.client.close(20.0)
+        self.client.close(PATIENCE_S)
         self.store.close()
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -25,10 +24,10 @@ from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import AbortSave
 from ckptd.errors import CkptdError, ConflictError, DeadlineError, ProcessError, SaveError
 from ckptd.store import StoreSpec
-from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.store.memory import MemoryStore
 from tests.checkpoint.save.saving import Blob, Extra, Job, fill, plan_of, values
-from tests.processes import PATIENCE_S, wait_for_end
+from tests.processes import PATIENCE_S, stop, until, wait_for_end
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def test_a_save_becomes_durable_and_readable(root: str) -> None:
     job = Job(StoreSpec(root))
     arrays = values(1)
     handle = job.save(10, arrays, metadata={"loss": 0.5})
-    handle.durable(20.0)
+    handle.durable(PATIENCE_S)
     assert handle.progress.phase == "durable"
     name = CommitName(10, job.generation)
     assert job.catalogue.latest() == name
@@ -51,7 +50,7 @@ def test_a_save_becomes_durable_and_readable(root: str) -> None:
     expected = bytearray(file.data_bytes)
     fill(job.plan, 0, arrays, memoryview(expected))
     assert raw == bytes(expected)
-    job.client.close(20.0)
+    job.client.close(PATIENCE_S)
     assert not [k for k in job.store.list() if "/parts/" in k.key]
     job.close()
 
@@ -59,10 +58,10 @@ def test_a_save_becomes_durable_and_readable(root: str) -> None:
 def test_a_memory_store_is_written_by_a_thread() -> None:
     store = MemoryStore("client-test")
     job = Job(StoreSpec("memory://unused"), store=store)
-    job.save(1, values(1)).durable(20.0)
+    job.save(1, values(1)).durable(PATIENCE_S)
     assert job.client.pid == os.getpid()
     assert job.catalogue.latest() == CommitName(1, job.generation)
-    job.client.close(10.0)
+    job.client.close(PATIENCE_S)
 
 
 def test_ranks_commit_together(root: str) -> None:
@@ -75,7 +74,7 @@ def test_ranks_commit_together(root: str) -> None:
     arrays = values(3)
     handles = [j.save(5, arrays) for j in jobs]
     for h in handles:
-        h.durable(30.0)
+        h.durable(PATIENCE_S)
     manifest = first.catalogue.manifest(CommitName(5, first.generation))
     assert manifest.world_size == 3
     for j in jobs:
@@ -97,7 +96,7 @@ def test_one_failing_rank_fails_the_save_for_all(root: str) -> None:
     handles = [j.save(5, arrays) for j in (first, second)]
     for h in handles:
         with pytest.raises(CkptdError, match="disk full"):
-            h.durable(30.0)
+            h.durable(PATIENCE_S)
     assert first.catalogue.latest() is None
     for j in (first, second):
         j.close()
@@ -109,11 +108,11 @@ def test_a_worker_that_cannot_open_the_store_says_why(tmp_path: Path) -> None:
     client = WriterClient(StoreSpec("nosuchscheme://x"), LocalBoard())
     handle = SaveTracker(1, 1, "0001", 0)
     with contextlib.suppress(ProcessError):  # it may be known already
-        client.begin(job.request(1), job.plan, handle, "k", client.acquire(8, 5.0))
+        client.begin(job.request(1), job.plan, handle, "k", client.acquire(8, PATIENCE_S))
     with pytest.raises(ProcessError) as caught:
-        handle.durable(30.0)
+        handle.durable(PATIENCE_S)
     assert "nosuchscheme" in str(caught.value)
-    client.close(5.0)
+    client.close(PATIENCE_S)
 
 
 def test_a_trainer_that_dies_in_mid_copy_leaves_nothing_visible(root: str) -> None:
@@ -124,7 +123,7 @@ def test_a_trainer_that_dies_in_mid_copy_leaves_nothing_visible(root: str) -> No
         from ckptd.checkpoint.save.handle import SaveTracker
         from tests.checkpoint.save.saving import Job
         job = Job(StoreSpec({root!r}))
-        slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
+        slot = job.client.acquire(job.plan.filemap.data_bytes(0), 60.0)
         job.client.begin(job.request(1), job.plan, SaveTracker(1, 1, "0001", 1), "k", slot)
         slot.staged = 100
         print(job.client.pid, flush=True)
@@ -140,9 +139,10 @@ def test_what_was_staged_completely_outlives_the_trainer(root: str) -> None:
         import os, signal, sys
         sys.path.insert(0, {top!r})
         from ckptd.store import StoreSpec
-        from ckptd.store.base import ThrottleSpec
         from tests.checkpoint.save.saving import Job, values
-        job = Job(StoreSpec({root!r}).wrapped(ThrottleSpec(write_bytes_per_s=8000.0)))
+        from tests.processes import stop
+        job = Job(StoreSpec({root!r}))
+        stop(job.client.pid)
         job.save(7, values(1))
         print(job.client.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -150,6 +150,7 @@ def test_what_was_staged_completely_outlives_the_trainer(root: str) -> None:
     worker = run_and_get_worker(script, root)
     catalogue = Catalogue(StoreSpec(root).open())
     assert catalogue.latest() is None
+    os.kill(worker, signal.SIGCONT)
     wait_for_end(worker)
     assert catalogue.latest() == CommitName(7, 1)
 
@@ -174,7 +175,7 @@ def test_a_missing_rank_ends_the_wait_by_name(root: str) -> None:
     job = Job(StoreSpec(root), board=boards[0])
     handle = job.save(1, values(1), timeout_s=1.0)
     with pytest.raises(DeadlineError) as caught:
-        handle.durable(30.0)
+        handle.durable(PATIENCE_S)
     assert "ranks did not write their part in time" in caught.value.message
     assert "[1]" in (caught.value.found or "")
     job.close()
@@ -182,10 +183,10 @@ def test_a_missing_rank_ends_the_wait_by_name(root: str) -> None:
 
 def test_a_zombie_is_told_that_it_is_superseded(root: str) -> None:
     job = Job(StoreSpec(root))
-    job.save(1, values(1)).durable(20.0)
+    job.save(1, values(1)).durable(PATIENCE_S)
     newer = job.catalogue.claim(job.catalogue.latest(), 1, "resume")
     with pytest.raises(ConflictError) as caught:
-        job.save(2, values(2), attempt="0002").durable(20.0)
+        job.save(2, values(2), attempt="0002").durable(PATIENCE_S)
     assert caught.value.kind == "superseded"
     assert str(newer.generation) in caught.value.message
     assert job.catalogue.latest() == CommitName(1, job.generation)
@@ -194,9 +195,9 @@ def test_a_zombie_is_told_that_it_is_superseded(root: str) -> None:
 
 def test_the_same_step_twice_has_one_winner(root: str) -> None:
     job = Job(StoreSpec(root))
-    job.save(1, values(1)).durable(20.0)
+    job.save(1, values(1)).durable(PATIENCE_S)
     with pytest.raises(ConflictError) as caught:
-        job.save(1, values(2), attempt="0002").durable(20.0)
+        job.save(1, values(2), attempt="0002").durable(PATIENCE_S)
     assert "was committed by this run already, in an earlier save" in caught.value.message
     job.close()
 
@@ -213,7 +214,7 @@ def begun(job: Job, step: int) -> tuple[int, SaveTracker]:
     save = job.request(step)
     total = job.plan.filemap.data_bytes(job.board.rank)
     handle = SaveTracker(step, job.generation, save.attempt, total)
-    slot = job.client.acquire(total, 20.0)
+    slot = job.client.acquire(total, PATIENCE_S)
     job.client.begin(save, job.plan, handle, f"save/{step}/{save.attempt}", slot)
     return save.job, handle
 
@@ -228,7 +229,7 @@ def test_a_refused_save_keeps_its_reason_however_fast_the_writer_answers(
     def slow(message: object, fd: int | None = None) -> None:
         send(message, fd)  # type: ignore[arg-type]
         if isinstance(message, AbortSave):
-            assert handle.wait_done(20.0)  # by the writer's answer
+            assert handle.wait_done(PATIENCE_S)  # by the writer's answer
 
     monkeypatch.setattr(job.client, "_send", slow)
     cause = SaveError("2 tensors changed before they were copied", kind="mutated", where="w")
@@ -247,7 +248,7 @@ def test_the_reason_of_another_rank_reaches_all(root: str) -> None:
     jobs[1].client.abandon(number, "copying failed", cause)
     for handle in (first, second):
         with pytest.raises(SaveError) as caught:
-            handle.durable(20.0)
+            handle.durable(PATIENCE_S)
         assert (caught.value.kind, caught.value.where) == ("mutated", "w")
         assert caught.value.hint == "wait"
     assert "rank 1 failed" in str(first.error)
@@ -265,7 +266,7 @@ def test_drifting_replicas_are_named(root: str) -> None:
         handles.append(job.save(1, values(1), replicas=replicas, blobs=(blob,)))
     for h in handles:
         with pytest.raises(SaveError) as caught:
-            h.durable(30.0)
+            h.durable(PATIENCE_S)
         assert caught.value.kind == "replicas-differ"
         assert caught.value.where == "model.w"
     for job in jobs:
@@ -277,7 +278,7 @@ def test_ranks_with_another_plan_are_named(root: str) -> None:
     jobs[1].plan = plan_of({"w": (64, 48)}, world=2)
     handles = [j.save(1, values(1)) for j in jobs]
     with pytest.raises(SaveError) as caught:
-        handles[0].durable(30.0)
+        handles[0].durable(PATIENCE_S)
     assert caught.value.kind == "structure"
     assert "[1]" in (caught.value.found or "")
     for job in jobs:
@@ -296,7 +297,7 @@ def test_private_sizes_become_tensors_of_the_manifest(root: str) -> None:
         for j in jobs
     ]
     for h in handles:
-        h.durable(30.0)
+        h.durable(PATIENCE_S)
     manifest = jobs[0].catalogue.manifest(CommitName(1, 1))
     tensor = next(t for t in manifest.tensors if t.name == "rng")
     assert (tensor.shape, tensor.dtype) == ((7,), "uint8")
@@ -306,27 +307,31 @@ def test_private_sizes_become_tensors_of_the_manifest(root: str) -> None:
 
 
 def test_the_buffer_is_not_reused_before_it_is_written(root: str) -> None:
-    job = Job(StoreSpec(root).wrapped(ThrottleSpec(write_bytes_per_s=40_000.0)))
+    job = Job(StoreSpec(root))
+    stop(job.client.pid)
     first = job.save(1, values(1))
     with pytest.raises(SaveError) as caught:
         job.client.acquire(10, 0.05)
     assert "earlier saves still occupy the arena" in caught.value.message
-    first.durable(30.0)
-    job.save(2, values(2), attempt="0002").durable(30.0)
+    os.kill(job.client.pid, signal.SIGCONT)
+    first.durable(PATIENCE_S)
+    job.save(2, values(2), attempt="0002").durable(PATIENCE_S)
     assert [n.step for n in job.catalogue.line()] == [1, 2]
     job.close()
 
 
 def test_progress_and_waiting_with_a_deadline(root: str) -> None:
-    job = Job(StoreSpec(root).wrapped(ThrottleSpec(write_bytes_per_s=20_000.0)))
+    job = Job(StoreSpec(root))
+    stop(job.client.pid)
     handle = job.save(1, values(1))
-    handle.staged(1.0)
+    handle.staged(0.0)
     with pytest.raises(DeadlineError):
         handle.durable(0.01)
     seen: list[str] = []
-    watcher = threading.Thread(target=lambda: (handle.durable(30.0), seen.append("done")))
+    watcher = threading.Thread(target=lambda: (handle.durable(PATIENCE_S), seen.append("done")))
     watcher.start()
-    watcher.join(30.0)
+    os.kill(job.client.pid, signal.SIGCONT)
+    watcher.join(PATIENCE_S)
     assert seen == ["done"]
     job.close()
 
@@ -334,13 +339,13 @@ def test_progress_and_waiting_with_a_deadline(root: str) -> None:
 def test_abandoning_a_half_staged_save_frees_the_worker(root: str) -> None:
     job = Job(StoreSpec(root))
     handle = SaveTracker(1, job.generation, "0001", 0)
-    slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
+    slot = job.client.acquire(job.plan.filemap.data_bytes(0), PATIENCE_S)
     save = job.request(1)
     job.client.begin(save, job.plan, handle, "k", slot)
     job.client.abandon(save.job, "copying failed")
     with pytest.raises(SaveError, match="copying failed"):
-        handle.durable(10.0)
-    job.save(2, values(2), attempt="0002").durable(20.0)
+        handle.durable(PATIENCE_S)
+    job.save(2, values(2), attempt="0002").durable(PATIENCE_S)
     assert [n.step for n in job.catalogue.line()] == [2]
     job.close()
 
@@ -350,21 +355,18 @@ def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyP
     import ckptd.checkpoint.save.arena as arena
 
     job = Job(StoreSpec(root))
-    job.client.close(20.0)
+    job.client.close(PATIENCE_S)
     client = WriterClient(StoreSpec(root), LocalBoard(), slots=3)
     handle = SaveTracker(1, job.generation, "0001", 0)
     size = job.plan.filemap.data_bytes(0)
-    first = client.acquire(size, 5.0)
+    first = client.acquire(size, PATIENCE_S)
     client.begin(job.request(1), job.plan, handle, "k", first)
-    second = client.acquire(size, 5.0)
+    second = client.acquire(size, PATIENCE_S)
     save = msgspec.structs.replace(job.request(2), job=99)
     other = SaveTracker(2, job.generation, "0002", 0)
     client.begin(save, job.plan, other, "k2", second)
     client.abandon(1, "gives its slot back")
-    deadline = time.monotonic() + 20.0
-    while 0 in client._slots._taken:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: 0 not in client._slots._taken)
 
     def refuse(fd: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
@@ -372,13 +374,13 @@ def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(arena.os, "posix_fallocate", refuse)
         with pytest.raises(SaveError):
-            client.acquire(2 * size, 5.0)
+            client.acquire(2 * size, PATIENCE_S)
     assert other.error is None
-    third = client.acquire(size, 5.0)
+    third = client.acquire(size, PATIENCE_S)
     assert third.number not in client._slots._taken
     assert third is not second
     client.abandon(99, "the end")
-    client.close(20.0)
+    client.close(PATIENCE_S)
     job.store.close()
 
 
@@ -387,7 +389,7 @@ def test_a_worker_that_takes_nothing_more(
     root: str, monkeypatch: pytest.MonkeyPatch, stuck: bool
 ) -> None:
     job = Job(StoreSpec(root))
-    job.save(1, values(1)).durable(20.0)
+    job.save(1, values(1)).durable(PATIENCE_S)
 
     def broken(message: msgspec.Struct, fd: int | None = None) -> None:
         error = ProcessError("the other process has ended")
@@ -399,7 +401,7 @@ def test_a_worker_that_takes_nothing_more(
             job.save(2, values(2))
         assert job.client.life == 1, "one that only takes nothing is not dead"
     else:
-        job.save(2, values(2)).durable(20.0)
+        job.save(2, values(2)).durable(PATIENCE_S)
         assert job.client.life == 2, "another one was not told what this one did not take"
     monkeypatch.undo()
     job.close()

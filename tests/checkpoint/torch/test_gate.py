@@ -20,6 +20,8 @@ from ckptd.checkpoint.torch import copy as copying
 from ckptd.checkpoint.torch.gate import Gate
 from ckptd.checkpoint.torch.schedule import Admission
 from ckptd.errors import DeadlineError, SaveError
+from ckptd.store.wrap import _ThrottledWriter
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -38,12 +40,27 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     whole = copying.Snapshot.copy_rest
 
     def wait_first(self: copying.Snapshot) -> None:
-        assert go.wait(30.0)
+        assert go.wait(PATIENCE_S)
         whole(self)
 
     monkeypatch.setattr(copying.Snapshot, "copy_rest", wait_first)
     yield go
     go.set()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A root with a rate is given no tensors before this event."""
+    free = threading.Event()
+    write = _ThrottledWriter.write
+
+    def late(writer: _ThrottledWriter, data: memoryview) -> None:
+        assert free.wait(PATIENCE_S)
+        write(writer, data)
+
+    monkeypatch.setattr(_ThrottledWriter, "write", late)
+    yield free
+    free.set()
 
 
 def network() -> nn.Module:
@@ -87,7 +104,7 @@ def steps_late(slow: threading.Event, state: dict[str, Any]) -> threading.Thread
     stepped.join(0.1)
     assert stepped.is_alive()
     slow.set()
-    stepped.join(30.0)
+    stepped.join(PATIENCE_S)
     assert not stepped.is_alive()
     return stepped
 
@@ -107,7 +124,7 @@ def test_a_step_waits_until_the_state_is_copied(
         assert handle.progress.phase == "staging"
         backward(model)  # BatchNorm's buffers change now: they were copied at once
         steps_late(slow, state)
-        handle.durable(30.0)
+        handle.durable(PATIENCE_S)
         assert not torch.equal(model[0].weight, wanted["0.weight"])
     assert_loads(root, state, 1, wanted)
 
@@ -152,7 +169,7 @@ def test_a_change_of_mode_waits_until_the_state_is_copied(
         assert changed.is_alive()
         assert torch.equal(model[0].weight, wanted["0.weight"])
         slow.set()
-        changed.join(30.0)
+        changed.join(PATIENCE_S)
         ck.wait()
         assert not torch.equal(model[0].weight, wanted["0.weight"])
     slow.set()
@@ -194,7 +211,7 @@ def test_each_of_several_optimizers_waits(root: str, slow: threading.Event) -> N
                 steps.join(0.1)
                 assert steps.is_alive()
                 slow.set()
-                steps.join(30.0)
+                steps.join(PATIENCE_S)
             else:
                 optimizer.step()  # everything is copied by now
         ck.wait()
@@ -233,7 +250,7 @@ def test_what_changes_without_asking_is_named(root: str, slow: threading.Event) 
             model[2].weight.clamp_(-0.01, 0.01)
         slow.set()
         with pytest.raises(SaveError) as caught:
-            handle.durable(30.0)
+            handle.durable(PATIENCE_S)
         assert caught.value.kind == "mutated"
         assert caught.value.where == "model.2.weight"
         assert "before_mutation" in (caught.value.hint or "")
@@ -264,7 +281,7 @@ def test_what_torch_does_not_count_is_found(debug: bool, root: str, slow: thread
         model[0].bias.detach().numpy()[:] = 7.0
         slow.set()
         with pytest.raises(SaveError) as caught:
-            handle.durable(30.0)
+            handle.durable(PATIENCE_S)
         assert (caught.value.kind, caught.value.where) == ("mutated", "model.0.bias")
 
 
@@ -278,7 +295,7 @@ def test_off_copies_everything_at_once(root: str) -> None:
         handle.staged(0.0)
         with torch.no_grad():
             model[0].weight.zero_()
-        handle.durable(30.0)
+        handle.durable(PATIENCE_S)
     assert_loads(root, state, 1, wanted)
 
 
@@ -296,7 +313,7 @@ def test_staged_means_copied_also_when_writing_has_begun(
 
         def late(self: copying.Snapshot) -> None:
             self._slot.staged = 16 << 20
-            assert held.wait(30.0)
+            assert held.wait(PATIENCE_S)
             plain(self)
 
         monkeypatch.setattr(copying.Snapshot, "_check", late)
@@ -309,8 +326,8 @@ def test_staged_means_copied_also_when_writing_has_begun(
         with pytest.raises(DeadlineError):
             handle.staged(0.1)
         held.set()
-        handle.staged(30.0)
-        handle.durable(30.0)
+        handle.staged(PATIENCE_S)
+        handle.durable(PATIENCE_S)
         assert handle.progress.phase == "durable"
 
 
@@ -323,16 +340,16 @@ def test_all_copies_plain_tensors_late(root: str, slow: threading.Event) -> None
         slow.set()
         ck.before_mutation()
         live["w"].zero_()
-        handle.durable(30.0)
+        handle.durable(PATIENCE_S)
         ck.load(live, 1)
     assert torch.equal(live["w"], torch.arange(100.0))
 
 
-def test_saves_overlap_in_slots(root: str) -> None:
+def test_saves_overlap_in_slots(root: str, full: threading.Event) -> None:
     """Three saves of a slow store: the second does not wait for the first to be written."""
     live = {"w": torch.zeros(1 << 18)}
     with ckptd.Checkpointer(
-        root, storage=ckptd.Storage(throttle=2e6), copy=ckptd.CopyOptions(slots=2)
+        root, storage=ckptd.Storage(throttle=1e9), copy=ckptd.CopyOptions(slots=2)
     ) as ck:
         handles = []
         for step in (1, 2, 3):
@@ -342,6 +359,7 @@ def test_saves_overlap_in_slots(root: str) -> None:
                 first = handles[0]
                 assert first is not None
                 assert not first.done
+                full.set()
         ck.wait()
     for step in (3, 2, 1):  # a load begins a new line, so from the last to the first
         with ckptd.Checkpointer(root) as ck:
@@ -350,19 +368,20 @@ def test_saves_overlap_in_slots(root: str) -> None:
 
 
 def test_a_save_without_a_slot_is_skipped_and_counted(
-    root: str, caplog: pytest.LogCaptureFixture
+    root: str, caplog: pytest.LogCaptureFixture, full: threading.Event
 ) -> None:
     live = {"w": torch.zeros(1 << 18)}
     with ckptd.Checkpointer(
-        root, storage=ckptd.Storage(throttle=1e6), copy=ckptd.CopyOptions(slots=1, when_full="skip")
+        root, storage=ckptd.Storage(throttle=1e9), copy=ckptd.CopyOptions(slots=1, when_full="skip")
     ) as ck:
         assert ck.save(1, live)
         assert not ck.save(2, live)
+        full.set()
         assert ck.skipped == 1
         assert "step 2 is not saved" in caplog.text
         forced = ck.save(3, live, force=True)
         assert forced is not None
-        forced.durable(30.0)
+        forced.durable(PATIENCE_S)
         assert ck.latest() == 3
     wrong: Any
     for wrong in ({"when_full": "latest"}, {"lazy": "sometimes"}, {"slots": 0}):

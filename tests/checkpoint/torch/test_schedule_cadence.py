@@ -141,9 +141,8 @@ def test_auto_makes_no_save_while_one_drains(tmp_path: Path) -> None:
             assert time.monotonic() < end
             step += 1
             time.sleep(0.005)
-            before = [h.done for h in handles]
             if handle := ck.save(step, state):
-                assert all(before)
+                assert all(h.done for h in handles)
                 handles.append(handle)
 
 

@@ -98,11 +98,11 @@ def test_saves_that_overlap_on_a_slow_store(tmp_path: Path) -> None:
         storage=ckptd.Storage(throttle=slow),
         copy=ckptd.CopyOptions(slots=4),
     ) as ck:
-        handles = {}
+        handles, ahead = {}, []
         for step in range(1, 9):
             handles[step] = save(ck, step)
             handles[step].durable(PATIENCE_S, tier="memory")
-        ahead = [s for s, h in handles.items() if h.root and h.progress.phase != "durable"]
+            ahead += [s for s, h in handles.items() if h.root and h.progress.phase != "durable"]
         assert ahead, "the store was not slow"
         for step in (2, 4, 6, 8):
             handles[step].durable(PATIENCE_S)
