@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import time
@@ -67,10 +68,18 @@ def until(
 
 
 def free_port() -> int:
-    """Return a port of the loopback address that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    """Return a port of the loopback address that was free a moment ago.
+
+    It is none of those that the kernel gives whoever asks for any port, or connects: one of these
+    may be another's before the test binds it.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    ports = [*range(10_000, int(given[0]))] or [0]
+    while True:
+        with suppress(OSError):
+            with socket.create_server(("127.0.0.1", secrets.choice(ports))) as server:
+                port: int = server.getsockname()[1]
+            return port
 
 
 def lives(pid: int) -> bool:

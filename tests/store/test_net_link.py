@@ -23,7 +23,7 @@ from ckptd.store.net import NetStore, StoreServer, new_secret
 from ckptd.store.net.messages import Complete
 from ckptd.store.net.session import Session
 from ckptd.testing.store import pattern
-from tests.processes import stop
+from tests.processes import free_port, stop
 from tests.store.netserver import ServerProcess, server_process
 
 BIG = 32 << 20
@@ -107,10 +107,8 @@ def kill_while(server: ServerProcess, act: Callable[[], object], spec: StoreSpec
 
 
 def test_a_server_that_was_never_there(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     for url, options in [
-        (f"ckptd://127.0.0.1:{port}", {"secret": new_secret()}),
+        (f"ckptd://127.0.0.1:{free_port()}", {"secret": new_secret()}),
         (f"ckptd+unix://{folder}/nobody", {}),
     ]:
         spec = tuned(StoreSpec(url, options))

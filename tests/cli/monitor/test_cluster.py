@@ -11,15 +11,14 @@ import pytest
 
 from ckptd.monitor.cli.cluster import PORT, _place
 from tests.cli.running import COMMAND, Cli, Result
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, free_port
 
 SECRET = bytes(range(32)).hex()
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.parametrize(

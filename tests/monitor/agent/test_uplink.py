@@ -18,7 +18,7 @@ from ckptd.errors import UsageError
 from ckptd.monitor.agent.uplink import Uplink
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, Stack, pack
 from tests.monitor.agent.daemons import SECRET, daemon
-from tests.processes import until
+from tests.processes import free_port, until
 
 _numbers = count(1)
 
@@ -99,8 +99,7 @@ def test_a_new_life_of_the_daemon_is_answered() -> None:
 
 
 def test_a_daemon_that_comes_later(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     with (
         caplog.at_level(logging.WARNING, "ckptd.monitor"),
         uplink(f"http://127.0.0.1:{port}") as up,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from ckptd.monitor.injection import attach_now
 from tests.monitor.corpus import idioms, libraries, pipelines, roles, sharded  # noqa: F401
 from tests.monitor.corpus.base import PROGRAMS
+from tests.processes import free_port
 
 _FAILED = 1
 
@@ -31,9 +31,7 @@ def main() -> None:
 def _run(name: str, generation: int) -> int:
     """Run one program on ranks of its own; return the first exit code that is not 0."""
     program = PROGRAMS[name]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         _fork(lambda r=rank: _rank(name, r, program.ranks, port, generation))
         for rank in range(program.ranks)

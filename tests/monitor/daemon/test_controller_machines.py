@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from ckptd.errors import CkptdError
 from ckptd.monitor.daemon.client import DaemonClient
 from tests.cli.running import COMMAND
 from tests.monitor.daemon.test_controller_run import SCRIPT
-from tests.processes import stop, until
+from tests.processes import free_port, stop, until
 
 JOB, SECRET = "machines", "0123456789abcdef0123456789abcdef"
 
@@ -76,8 +75,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         (path / "train.py").write_text(SCRIPT)
         self.path, self.log = path, str(path / "log")
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            self.endpoint = f"127.0.0.1:{sock.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
 
     def seat(self) -> str:
         newest = open_places(JOB, self.log).leader.newest()

@@ -19,7 +19,7 @@ from ckptd.monitor.daemon.server import Serving, url_of
 from ckptd.monitor.report import REPORT_RANK, STEP, AgentState, NodeReport, merge
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
 from tests.monitor.daemon.daemons import JOB, SECRET, Running, quick_settings, running
-from tests.processes import PATIENCE_S, until
+from tests.processes import PATIENCE_S, free_port, until
 
 
 @contextmanager
@@ -79,12 +79,11 @@ def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> Non
 
 
 def test_root_that_was_away_hears_how_things_are(tmp_path: Path) -> None:
-    with listen_at("127.0.0.1", 0, "the daemon") as sock:
-        url = url_of(sock)
-    with forwarding(url) as (forwarder, _), feeding(forwarder, ranks=16):
+    port = free_port()
+    with forwarding(f"http://127.0.0.1:{port}") as (forwarder, _), feeding(forwarder, ranks=16):
         until(lambda: forwarder.up.away)
         until(lambda: len(forwarder._below) == 4)
-        with running(tmp_path / "history", port=int(url.rpartition(":")[2])) as root:
+        with running(tmp_path / "history", port=port) as root:
             until(lambda: reporting(root) == 16)
         until(lambda: forwarder.up.away)
 
