@@ -84,6 +84,7 @@ def test_who_shortens_the_file_waits_and_later_ranges_are_read(
     with mapping.touching(0, 100) as data:
         assert data is not None
         thread.start()
+        until(lambda: not mapping._is_leased())
         assert not done.wait(0.3)
         with mapping.touching(0, 100) as more:
             assert more is None  # or it would wait for longer and longer

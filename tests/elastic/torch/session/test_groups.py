@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ckptd.elastic.torch.session.groups import GroupAborts, destroy_groups, groups_with_abort
 from tests.elastic.torch.session import waiting_group
 from tests.elastic.torch.session.waiting_group import WaitingGroup
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -52,6 +52,7 @@ def test_aborts_one_after_the_other_would_hang(hanging: list[WaitingGroup]) -> N
     """The groups of these tests are such that it matters: torch's own way does not end here."""
     thread = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
     thread.start()
+    until(lambda: any(group.aborted for group in hanging))
     thread.join(0.3)
     assert thread.is_alive()
     assert sum(group.aborted for group in hanging) == 1
