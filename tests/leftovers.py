@@ -22,7 +22,7 @@ _folder = pytest.StashKey[Path]()
 _names = pytest.StashKey[list[str]]()
 _OTHERS = ("pymp-", "torchinductor_")
 """What multiprocessing removes at the very end, and PyTorch keeps for all runs of a user."""
-_PATIENCE_S = 5.0
+_PATIENCE_S = 60.0
 """A process that ends after its test removes what it has made."""
 
 

@@ -97,7 +97,7 @@ def run_ranks(
     nproc: int,
     function: Callable[..., T],
     *args: object,
-    deadline_s: float = 90.0,
+    deadline_s: float = 240.0,
     grace_s: float = 10.0,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
@@ -146,7 +146,7 @@ def rank_outcomes(
     nproc: int,
     function: Callable[..., T],
     *args: object,
-    deadline_s: float = 90.0,
+    deadline_s: float = 240.0,
     grace_s: float = 10.0,
     env: Mapping[str, str] | None = None,
     group: bool = True,

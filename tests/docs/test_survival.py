@@ -17,7 +17,7 @@ import pytest
 
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 from tests.cli.agents import Place, make_place
-from tests.processes import wait_for_end
+from tests.processes import PATIENCE_S, wait_for_end
 
 pytestmark = pytest.mark.dist
 
@@ -112,7 +112,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def _die(place: Place, victims: str) -> None:
     env = place.env
-    outcomes = rank_outcomes(2, _live, str(place.folder), victims, env=env)
+    outcomes = rank_outcomes(2, _live, str(place.folder), victims, env=env, grace_s=PATIENCE_S)
     assert [o.exit_code for o in outcomes] == [-signal.SIGKILL] * 2, outcomes
 
 

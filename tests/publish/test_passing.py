@@ -104,7 +104,8 @@ def test_a_source_that_fails_in_the_middle_is_gone_round(cluster: Cluster, fault
     wanted = cluster.publish()
     source = cluster.worker("host-0", fault=fault)
     assert done(source).values == wanted
-    found = done(cluster.worker("host-1", late_s=2.0))
+    # On a busy machine a source is late with what it gives well.
+    found = done(cluster.worker("host-1", late_s=10.0 if fault == "stopped" else 60.0))
     assert found.values == wanted
     assert 0 < found.passed < found.received == NEEDED  # what was right before it is kept
     third = done(cluster.worker("host-2", late_s=2.0))  # named the first, or one that is whole

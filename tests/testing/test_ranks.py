@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.errors import CkptdError, DeadlineError, MismatchError, UsageError
 from ckptd.testing.ranks import rank_outcomes, run_ranks
-from tests.processes import lives, until, wait_for_stop
+from tests.processes import PATIENCE_S, lives, until, wait_for_stop
 
 pytestmark = pytest.mark.dist
 
@@ -195,7 +195,9 @@ def test_a_killed_rank_is_the_cause_and_the_others_are_told_by_gloo() -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_outcomes_tell_how_each_rank_ended(rank: int, tmp_path: Path) -> None:
-    outcomes = rank_outcomes(3, one_is_killed_and_others_finish, rank, str(tmp_path))
+    outcomes = rank_outcomes(
+        3, one_is_killed_and_others_finish, rank, str(tmp_path), grace_s=PATIENCE_S
+    )
     assert [o.rank for o in outcomes] == [0, 1, 2]
     for outcome in outcomes:
         if outcome.rank == rank:

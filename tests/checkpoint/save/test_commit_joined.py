@@ -197,9 +197,12 @@ def save_and_load(root: str) -> tuple[set[str], int, int]:
 
 def save_beside_the_dead(root: str, dying: int, reports: bool) -> tuple[str, str]:
     rank = torch.distributed.get_rank()
-    ck = checkpointer(root, PATIENCE_S if reports else 6.0)
+    ck = checkpointer(root)
     commit._DIRECT_S = 0.5
     ck.save(1, state(1)).durable(PATIENCE_S)
+    torch.distributed.barrier()
+    if not reports:
+        ck._timeout_s = 12.0  # in which all others write the second one
     store, pid = StoreSpec(root).open(), Path(root).with_name("pid")
     if rank == dying:
         pid.with_name("~pid").write_text(str(os.getpid()))
@@ -234,7 +237,9 @@ def test_ranks_save_and_load(tmp_path: Path, world: int) -> None:
 @pytest.mark.parametrize("dying", [4])
 def test_a_commit_needs_no_rank_that_has_reported(tmp_path: Path, dying: int) -> None:
     """The rank that should join the parts of others is killed, with the process that writes."""
-    found = rank_outcomes(6, save_beside_the_dead, str(tmp_path / "root"), dying, True)
+    found = rank_outcomes(
+        6, save_beside_the_dead, str(tmp_path / "root"), dying, True, grace_s=PATIENCE_S
+    )
     assert {r: f.value for r, f in enumerate(found) if r != dying} == {
         rank: ("saved", "") for rank in range(6) if rank != dying
     }
@@ -244,6 +249,8 @@ def test_a_commit_needs_no_rank_that_has_reported(tmp_path: Path, dying: int) ->
 @pytest.mark.usefixtures("writing_thread")
 @pytest.mark.parametrize("dying", [2, 3])
 def test_a_rank_that_dies_is_named_by_all(tmp_path: Path, dying: int) -> None:
-    found = rank_outcomes(5, save_beside_the_dead, str(tmp_path / "root"), dying, False)
+    found = rank_outcomes(
+        5, save_beside_the_dead, str(tmp_path / "root"), dying, False, grace_s=PATIENCE_S
+    )
     said = {f.value for r, f in enumerate(found) if r != dying}
     assert said == {("ranks did not write their part in time", f"missing ranks [{dying}]")}

@@ -15,6 +15,7 @@ import ckptd
 from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -38,12 +39,17 @@ class Scheduler:
         """Nothing to do."""
 
 
+def be_patient(ck: Any, seconds: float) -> None:
+    for part in (ck, ck._agreement, ck._saver):
+        part._timeout_s = seconds
+
+
 def left_by_one(root: str) -> None:
     rank = dist.get_rank()
     state: dict[str, Any] = {"weight": torch.ones(100)}
     more = {**state, "more": torch.ones(3)}
     step = 0
-    with ckptd.Checkpointer(root, timeout_s=3.0) as ck:
+    with ckptd.Checkpointer(root, timeout_s=PATIENCE_S) as ck:
         for bad in (
             {**more, "bad": Unsavable()},
             {**more, "bad": Scheduler(RuntimeError("no state"))},
@@ -53,8 +59,10 @@ def left_by_one(root: str) -> None:
             good = {**state, "bad": Scheduler(None)} if len(bad) == 2 else state
             ck.save(step + 1, good).durable(60)
             wrong = bad if rank == 1 else {**bad, "bad": Scheduler(None)}
+            be_patient(ck, 3.0)
             with pytest.raises((CkptdError, RuntimeError, KeyboardInterrupt)):
                 ck.save(step + 2, wrong).durable(60)
+            be_patient(ck, PATIENCE_S)
             dist.barrier()
             ck.save(step + 3, good).durable(60)
             ck.save(step + 4, more).durable(60)

@@ -16,6 +16,7 @@ from ckptd.errors import CkptdError, CorruptError, SaveError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.networks import build, step, whole
+from tests.checkpoint.torch.test_save_left import be_patient
 
 pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
 PATIENCE_S = 300.0
@@ -162,17 +163,19 @@ def test_damage_that_one_rank_finds_stops_all_of_them_untouched(tmp_path: Path) 
 
 def save_unevenly(root: str) -> str:
     tensors = {"a": torch.ones(3)}
-    with ckptd.Checkpointer(root, timeout_s=6.0) as ck:
+    with ckptd.Checkpointer(root, timeout_s=PATIENCE_S) as ck:
         ck.save(1, {"t": tensors})
         ck.wait()
         if dist.get_rank() == 1:
             tensors["b"] = torch.ones(4)
+        be_patient(ck, 6.0)
         try:
             handle = ck.save(2, {"t": tensors})
             assert handle is not None
             handle.durable(100)
         except CkptdError as error:
             message = error.message
+        be_patient(ck, PATIENCE_S)
         tensors["b"] = torch.ones(4)
         ck.save(3, {"t": tensors})
     return message
