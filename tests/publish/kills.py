@@ -361,7 +361,7 @@ class KillWorld:
     def _late(self) -> int | None:
         """Return what a worker gets that is made now, of one process and another rollout."""
         if self._alive("trainer-0") and self._alive("trainer-1"):
-            _there(self.folder / "published-0", 2 * TIMEOUT_S)
+            _there(self.folder / "published-0", 6 * TIMEOUT_S)
         module = Tree(worker_part(whole(99), 0, 1))
         layout = WORKER.replace("mesh T = tp:2", "mesh T = tp:1")
         at = self.spec.to or self.folder / "at"
@@ -381,7 +381,7 @@ class KillWorld:
         for party in ("trainer-0", "trainer-1", "server-0", "server-1"):
             if self._alive(party):
                 pid = int((self.folder / party).read_text())
-                until(lambda: len(slots_of(pid)) <= 2, f"slots of {party}", within_s=10.0)  # noqa: B023
+                until(lambda: len(slots_of(pid)) <= 2, f"slots of {party}", within_s=50.0)  # noqa: B023
 
     def _alive(self, party: str) -> bool:
         return (self.folder / party).exists() and lives(int((self.folder / party).read_text()))

@@ -23,6 +23,7 @@ from ckptd.publish.messages import BlockRead, PublishedTensor
 from ckptd.publish.torch.carrier import GroupCarrier, _GroupRead
 from ckptd.testing.carrier import CarrierContract
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 from tests.publish.onesided import (
     OneSidedCarrier,
     QueuePair,
@@ -159,15 +160,18 @@ def _asks(how: str) -> Asked:
         store.wait(["done"])
         carrier.close()
         return []
+    carrier._timeout_s = PATIENCE_S  # but where an answer is to be late
     found = [_ask(carrier, 1, 1000)]
     if how == "idle":
         time.sleep(2 * _TIMEOUT_S)
     elif how == "stopped":
         pid = int(store.get("pid"))
         os.kill(pid, signal.SIGSTOP)
+        carrier._timeout_s = _TIMEOUT_S
         found.append(_ask(carrier, 2, 1000))
         os.kill(pid, signal.SIGCONT)
     else:
+        carrier._timeout_s = _TIMEOUT_S
         found.append(_ask(carrier, 2, 1000))
         time.sleep(_TIMEOUT_S)
     found += [_ask(carrier, 3, 1000), _ask(carrier, 4, 1000)]

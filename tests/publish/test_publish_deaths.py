@@ -116,6 +116,13 @@ def serving(
     return channel, item[0].entry, thread
 
 
+def ends(entry: ServerEntry) -> bool:
+    """Whether a server says that it is to end."""
+    link = ServerLink.to(entry, SECRET)
+    link.close()
+    return link.ending
+
+
 def test_every_server_of_a_closed_publisher_stays_while_a_version_is_held() -> None:
     leader, entry, first = serving(0, 0.2)
     other, _, second = serving(1, 0.2)
@@ -128,6 +135,7 @@ def test_every_server_of_a_closed_publisher_stays_while_a_version_is_held() -> N
         assert worker.ask(AskHold(1), HoldAnswer).good
         for channel in (leader, other):
             channel.send(ServerStop())
+        until(lambda: ends(entry))
         second.join(1.5)
         assert second.is_alive()
         assert first.is_alive()
@@ -144,13 +152,7 @@ def test_every_server_of_a_closed_publisher_stays_while_a_version_is_held() -> N
 def test_a_trainer_that_starts_anew_gets_the_address_of_the_one_before() -> None:
     dead, entry, first = serving(0, 3.0)
     dead.close()
-
-    def ending() -> bool:
-        link = ServerLink.to(entry, SECRET)
-        link.close()
-        return link.ending
-
-    until(ending)
+    until(lambda: ends(entry))
     begun = time.monotonic()
     channel, again, second = serving(0, 0.0, int(entry.address.rpartition(":")[2]))
     assert time.monotonic() - begun > 1.0

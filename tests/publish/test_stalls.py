@@ -136,7 +136,7 @@ def test_a_publisher_is_abandoned_without_waits(
     publisher.abandon()
     publisher.abandon()
     publisher.close()
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0  # not the 60 s of what copies
     assert not wait_for_copying(time.monotonic())  # a session waits for that next
     go_on.set()
     assert wait_for_copying(time.monotonic() + 30.0)
