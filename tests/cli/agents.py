@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptd.base.runtime.agentlink import reach
 from ckptd.checkpoint.save.messages import AgentContents, AskStatus, visit
+from ckptd.errors import ProcessError
 from tests.cli.running import COMMAND
 from tests.processes import PATIENCE_S, wait_for_end
 
@@ -131,9 +132,13 @@ class Place:
         return process, json.loads(text)
 
     def statuses(self) -> list[AgentContents]:
-        """Return what the agents that there are say."""
-        socks = [reach(path) for path in sorted(self.run.glob("*.sock"))]
-        return [visit(sock, AskStatus()) for sock in socks if sock is not None]
+        """Return what the agents that there are say; one may end meanwhile."""
+        found = []
+        for sock in [reach(path) for path in sorted(self.run.glob("*.sock"))]:
+            if sock is not None:
+                with suppress(ProcessError):
+                    found.append(visit(sock, AskStatus(), PATIENCE_S))
+        return found
 
     def end(self) -> None:
         """End everything, agents that checkpointers started included."""

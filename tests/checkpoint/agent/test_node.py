@@ -226,7 +226,8 @@ def test_what_is_kept_of_a_root_that_was_deleted_goes(root: str) -> None:
         trainer.kill()
     until(lambda: newest_at(root) == 100)
     # An agent that still works there takes its record back from a root without a marker.
-    until(lambda: not visit(reached(AgentPlace(root, "n0")), AskStatus()).ranks)
+    place = AgentPlace(root, "n0")
+    until(lambda: not visit(reached(place), AskStatus(), PATIENCE_S).ranks)
     shutil.rmtree(root)
     job = NearJob(root)
     assert job.agent == pid
