@@ -8,6 +8,7 @@ how many ranks there are, nor on how often the job was restarted.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +87,12 @@ def read_corpus(folder: Path | None = None, limit_bytes: int = CORPUS_BYTES) -> 
 
 
 def _sources(folder: Path) -> list[Path]:
-    found = [
-        (path.relative_to(folder), path)
-        for path in folder.rglob("*.py")
-        if _LEFT_OUT.isdisjoint(path.relative_to(folder).parts)
-    ]
-    return [path for _, path in sorted(found, key=lambda pair: pair[0].as_posix())]
+    found: list[Path] = []
+    for where, folders, names in os.walk(folder):
+        # What is left out may have ten times as many files.
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [Path(where, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 class SampleOrder:

@@ -401,6 +401,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 FULL = Plan(GptShape(), every=10, killed=30, stopped=40, steps=60, gap_steps=20)
+# No writer is slower than its window needs, and the run beside it takes one process and not four.
 QUICK = Plan(
     GptShape(layers=2, width=80, seq=64),
     every=5,
@@ -408,12 +409,11 @@ QUICK = Plan(
     stopped=15,
     steps=25,
     gap_steps=10,
+    alone=Cut(dp=1),
+    save_s=3.0,
     pace_blocks=5,
 )
-# No writer is slower than its window needs, and the run beside it takes one process and not four.
-FIRST = msgspec.structs.replace(
-    QUICK, cuts=(Cut(dp=2, tp=2), Cut(dp=3)), alone=Cut(dp=1), stopped=20, steps=20, save_s=3.0
-)
+FIRST = msgspec.structs.replace(QUICK, cuts=(Cut(dp=2, tp=2), Cut(dp=3)), stopped=20, steps=20)
 
 
 class Lived(NamedTuple):

@@ -184,8 +184,8 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, number: signal.Signals) 
         )
         assert process.poll() is None
         pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        # The demo, two torchruns, their eight ranks, and what writes for four of them.
-        assert len(pids) >= 15
+        # The demo, two torchruns, their five ranks, and what writes for four of them.
+        assert len(pids) >= 12
         process.send_signal(number)
         assert process.wait(60) == 130
         assert not any(map(lives, pids))
