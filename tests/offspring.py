@@ -8,6 +8,8 @@ have.
 
 The marker `forks` says what: "small", as without it, what has no PyTorch and is a process of ckptd
 or a verb; "all"; or nothing, for a test about how an interpreter begins or about what it imports.
+What a verb starts that is small is forked as well. What is to be called in the new process
+(`preexec_fn`) is called in the fork, if it has a name in its module.
 """
 
 from __future__ import annotations
@@ -49,8 +51,18 @@ _VERBS = (
     "import sys; from ckptd.cli.main import main; main(sys.argv[1:])",
 )
 _STARTING = ("demo", "run", "watch")
-"""Verbs that start what has PyTorch."""
-_SMALL = ("numpy", "psutil", "ckptd.cli.main", "ckptd.checkpoint.agent.node", *_MODULES[1:])
+"""Verbs that start what has PyTorch, and processes of ckptd beside it."""
+_SMALL = (
+    "numpy",
+    "psutil",
+    "rich.console",
+    "ckptd.cli.main",
+    "ckptd.checkpoint.agent.node",
+    "ckptd.checkpoint.tools.verify",
+    "ckptd.elastic.launchers.node",
+    "ckptd.monitor.daemon.app",
+    *_MODULES[1:],
+)
 """What the server without PyTorch has imported: forks of it cost a fifth of those of the other."""
 _SET_CHILD_SUBREAPER = 36
 _MOST_BYTES, _MOST_FDS, _HIGH = 1 << 18, 32, 512
@@ -70,7 +82,7 @@ _ends: list[Callable[[], object]] = []
 _making = threading.RLock()
 
 
-def have_them_forked(play: Play) -> None:
+def have_them_forked(play: Play, which: str = "all") -> None:
     """Let this process, which has no thread yet, fork what it starts, by a child of its own."""
     ours, theirs = _pair()
     if os.fork() == 0:
@@ -78,8 +90,8 @@ def have_them_forked(play: Play) -> None:
         serve(theirs, play)
     theirs.close()
     _made.clear()
-    _made["all"] = _starter(ours)
-    _wanted.add("all")
+    _made[which] = _starter(ours)
+    _wanted.add(which)
 
 
 def set_wanted(*which: str, makers: Makers | None = None) -> None:
@@ -126,11 +138,16 @@ def small(theirs: socket.socket) -> subprocess.Popen[bytes]:
 def _be_small(fd: int) -> None:
     from tests.programs import live
 
+    def play(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        if _starts(words):
+            have_them_forked(live, "small")
+        live(words, env, cwd)
+
     for module in _SMALL:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=fd), live)
+    serve(socket.socket(fileno=fd), play)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -162,7 +179,11 @@ def _started(which: str) -> Start:
     with _making:
         if which not in _made:
             ours, theirs = _pair()
-            server: Any = _makers[which](theirs)
+            own = {name: os.environ.pop(name) for name in set(os.environ) if "CKPTD_" in name}
+            try:
+                server: Any = _makers[which](theirs)  # which outlives the test: no process of its
+            finally:
+                os.environ.update(own)
             theirs.close()
             _made[which] = _starter(ours)
             _ends.extend((getattr(server, "join", None) or server.wait, ours.close))
@@ -175,17 +196,20 @@ _INTERPRETER = sys.executable  # a test may set another one
 def _fork_exec(words: Sequence[Any], executables: Sequence[Any], *more: Any) -> int:
     order = _order(words, executables, more) if _wanted else None
     if order is not None:
-        which = "small" if _is_small(order["words"]) and "small" in _wanted else "all"
+        small = _is_small(order["words"]) and not (_starts(order["words"]) and "all" in _wanted)
+        which = "small" if small and "small" in _wanted else "all"
         if which in _wanted:
             return _started(which)(order)
     return int(_exec(words, executables, *more))
 
 
 def _is_small(words: Sequence[str]) -> bool:
-    first, second, third = [*words, "", ""][:3]
-    if first == "-m":
-        return second in _MODULES
-    return first == "-c" and second in _VERBS and third not in _STARTING
+    first, second = [*words, ""][:2]
+    return second in (_MODULES if first == "-m" else _VERBS if first == "-c" else ())
+
+
+def _starts(words: Sequence[str]) -> bool:
+    return words[0] == "-c" and [*words, ""][2] in _STARTING
 
 
 subprocess._fork_exec = _fork_exec  # type: ignore[attr-defined]
@@ -205,7 +229,7 @@ def _order(
         or not rest
         or (rest[0].startswith("-") and rest[0] not in ("-c", "-m"))
         or any(x is not None for x in more[15:18])  # groups and users
-        or more[19] is not None  # what is to be called there
+        or "<" in getattr(more[19], "__qualname__", "")  # no other process has what it refers to
         or _at_start(environ) != _at_start(here)
     ):
         return None
@@ -219,6 +243,7 @@ def _order(
         "fds": list(given.values()),
         "session": session,
         "group": group,
+        "call": more[19],
         "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "ignored": [n for n in _KNOWN if signal.getsignal(n) == signal.SIG_IGN],
     }
@@ -281,6 +306,8 @@ def _become(order: Mapping[str, Any], fds: Sequence[int], play: Play) -> None:
         elif number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
+    if order["call"] is not None:
+        order["call"]()
     play(order["words"], order["env"], order["cwd"])
 
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
@@ -181,6 +182,7 @@ def live(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # found by the variables anew
     at_once = words[0] == "-u"
     for name, number in (("stdout", 1), ("stderr", 2)):
         buffering = 1 if number == 2 or at_once else -1
@@ -207,6 +209,8 @@ def _play(first: str, *rest: str) -> None:
     if first == "-m":
         sys.argv[:] = rest
         sys.path.insert(0, os.getcwd())
+        if not hasattr(sys.modules.get(rest[0]), "__path__"):
+            sys.modules.pop(rest[0], None)  # what is imported already is run with a warning
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv[:] = ["-c", *rest[1:]]

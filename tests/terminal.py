@@ -64,7 +64,7 @@ class Terminal:
             stderr=slave,
             env=given | {"TERM": "xterm-256color"} | dict(env or {}),
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C reaches it
+            preexec_fn=_own_it,
         )
         os.close(slave)
 
@@ -106,9 +106,15 @@ class Terminal:
             pass
         return self.process.wait(PATIENCE_S)
 
-    def shown(self) -> str:
-        """Return the screen as text, without what is blank at the ends of lines and below."""
-        lines = [line.rstrip() for line in self.screen.display]
+    def shown(self, columns: int = 0) -> str:
+        """Return the screen as text, without what is blank at the ends of lines and below.
+
+        With `columns`: that of a terminal of this width, if all was written there.
+        """
+        screen = pyte.Screen(columns, self.screen.lines) if columns else self.screen
+        if columns:
+            pyte.ByteStream(screen).feed(self.raw)
+        lines = [line.rstrip() for line in screen.display]
         return "\n".join(lines).rstrip() + "\n"
 
     def looks(self, words: str) -> set[str]:
@@ -141,3 +147,8 @@ def golden(path: Path, shown: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(shown)
     assert shown == path.read_text()
+
+
+def _own_it() -> None:
+    """Make the terminal that of the new session: Ctrl-C reaches the program."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

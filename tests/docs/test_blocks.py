@@ -90,7 +90,7 @@ def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "blocks.json").write_text(json.dumps(given))
     monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    done = programs.run(ROOT / "tests/docs/kit.py", "blocks.json", cwd=tmp_path)
+    done = programs.run(ROOT / "tests/docs/kit.py", "blocks.json", cwd=tmp_path, forking=True)
     assert done.returncode == 0, done.stderr
 
 

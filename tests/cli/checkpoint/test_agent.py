@@ -14,6 +14,8 @@ from tests.cli.agents import Place, make_place
 from tests.cli.running import Cli, process
 from tests.processes import PATIENCE_S, until, wait_for_end
 
+pytestmark = pytest.mark.forks("small", "all")
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:

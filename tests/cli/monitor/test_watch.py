@@ -270,7 +270,8 @@ def test_a_daemon_and_a_watcher_that_are_killed_are_started_again() -> None:
     process = start("--floor", "train=1", "--floor", "init=1", *ranks("crash"))
     until(both_report, "two ranks")
     for name in ("daemon", "agent"):
-        os.kill(first := beside_of(name), signal.SIGKILL)
+        first = until(partial(beside_of, name), name)  # 0 would be this very test
+        os.kill(first, signal.SIGKILL)
         until(partial(another, name, first), name)
     crash(process)
     code, _, err = done(process, "enough\n")

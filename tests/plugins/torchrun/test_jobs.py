@@ -13,7 +13,7 @@ import pytest
 from ckptd.elastic.messages import OrderKind
 from tests.plugins.torchrun.job import TorchrunJob
 
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.dist, pytest.mark.forks("small", "all")]
 
 
 @contextlib.contextmanager

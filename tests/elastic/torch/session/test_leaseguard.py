@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.processes import PATIENCE_S
+from tests import programs
 
 PROGRAM = """
 import torch
@@ -27,11 +24,5 @@ print(len(noted), len(after))
 
 def test_the_first_step_is_noted_beside_hooks_of_others() -> None:
     """A recorder's, say: a hook that removes itself before others fails the step that it is in."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    run = programs.run("-c", PROGRAM)
     assert run.stdout == "1 3\n", run.stderr

@@ -149,6 +149,7 @@ def test_a_process_goes_on_whose_groups_wait_for_one_another(make_job: MakeJob) 
 
 
 @pytest.mark.dist
+@pytest.mark.forks("small", "all")
 def test_what_a_session_tells(make_job: MakeJob) -> None:
     """A failure of its own is told, and is its own; who is not needed any more ends well."""
     job = make_job(PROGRAMS, "fails")
