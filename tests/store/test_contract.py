@@ -21,13 +21,20 @@ class TestLocal(StoreContract):
         return StoreSpec(str(tmp_path / "not" / "yet" / "there"))
 
 
-class TestLocalUrlBuffered(StoreContract):
+class _Smaller(StoreContract):
+    """`TestLocal` and `TestS3` have the contract's sizes; here three blocks, a short page."""
+
+    big_bytes = (18 << 20) + 4099
+    long_listing = 120
+
+
+class TestLocalUrlBuffered(_Smaller):
     @pytest.fixture
     def spec(self, tmp_path: Path) -> StoreSpec:
         return StoreSpec(f"file://{tmp_path}/with space%20", {"direct": False, "threads": 1})
 
 
-class TestLocalOnTmpfs(StoreContract):
+class TestLocalOnTmpfs(_Smaller):
     @pytest.fixture
     def spec(self) -> Iterator[StoreSpec]:
         if not Path("/dev/shm").is_dir():
@@ -36,25 +43,25 @@ class TestLocalOnTmpfs(StoreContract):
             yield StoreSpec(folder)
 
 
-class TestMemory(StoreContract):
+class TestMemory(_Smaller):
     @pytest.fixture
     def spec(self) -> StoreSpec:
         return StoreSpec(f"memory://{uuid.uuid4().hex}")
 
 
-class TestFsspecFile(StoreContract):
+class TestFsspecFile(_Smaller):
     @pytest.fixture
     def spec(self, tmp_path: Path) -> StoreSpec:
         return StoreSpec(f"fsspec+file://{tmp_path}/root")
 
 
-class TestFsspecMemory(StoreContract):
+class TestFsspecMemory(_Smaller):
     @pytest.fixture
     def spec(self) -> StoreSpec:
         return StoreSpec(f"fsspec+memory://{uuid.uuid4().hex}", {"single_writer": True})
 
 
-class TestWrapped(StoreContract):
+class TestWrapped(_Smaller):
     @pytest.fixture
     def spec(self, tmp_path: Path) -> StoreSpec:
         return StoreSpec(str(tmp_path / "root")).wrapped(
@@ -65,13 +72,17 @@ class TestWrapped(StoreContract):
         )
 
 
-class TestRetriedMemory(StoreContract):
+class TestRetriedMemory(_Smaller):
     @pytest.fixture
     def spec(self) -> StoreSpec:
         return StoreSpec(f"memory://{uuid.uuid4().hex}").wrapped(RetrySpec(), MeterSpec())
 
 
 class _S3Contract(StoreContract):
+    """Parts of 5 MiB: four of them, where the contract's own parts are larger."""
+
+    big_bytes = (16 << 20) + 4099
+
     @pytest.fixture
     def server(self, request: pytest.FixtureRequest) -> dict[str, Any]:
         options: dict[str, Any] = request.getfixturevalue(request.param)
@@ -89,7 +100,7 @@ class TestS3(_S3Contract):
 
 @pytest.mark.parametrize("server", [MOTO], indirect=True)
 class TestS3Moto(_S3Contract):
-    long_listing = 60
+    long_listing = 20
     race_processes = 2
 
 
@@ -98,7 +109,7 @@ class TestS3Moto(_S3Contract):
 class TestS3Wrapped(_S3Contract):
     """What `TestWrapped` shows of the wrappers and `TestS3Moto` of the store, together."""
 
-    long_listing = 60
+    long_listing = 20
     race_processes = 2
 
     @pytest.fixture
@@ -110,7 +121,7 @@ class TestS3Wrapped(_S3Contract):
 class TestFsspecS3(_S3Contract):
     """The generic store on an object store: what a user of gs:// or az:// gets, less the race."""
 
-    long_listing = 60
+    long_listing = 20
 
     @pytest.fixture
     def spec(self, server: dict[str, Any]) -> StoreSpec:

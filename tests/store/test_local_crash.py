@@ -22,7 +22,9 @@ from tests.store.places import refuse_link, skip_without_disk
 
 OLD = b"old"
 SMALL = pattern(5000)
-BIG = pattern((20 << 20) + 5)
+BIG = pattern((20 << 18) + 5)
+BLOCKS = {"block_bytes": 8 << 18}
+"""As many blocks as 20 MiB are of the default's."""
 
 
 def put(store: Store) -> None:
@@ -80,7 +82,7 @@ def run_child() -> Callable[[StoreSpec, str], int | None]:
 def check(root: Path, act: str, before: bytes | None, step: str) -> bool:
     """Check what a killed `act` left; returns whether it had taken effect."""
     key, wanted = "deep/folder/key", BIG if act == "writer" else SMALL
-    with StoreSpec(str(root)).open() as store:
+    with StoreSpec(str(root), BLOCKS).open() as store:
         names = [o.key for o in store.list()]
         assert names in ([], [key]), step
         found = store.get(key) if names else None
@@ -125,7 +127,7 @@ def test_sigkill_at_every_system_call(
     before = OLD if there else None
 
     def prepare(name: str) -> StoreSpec:
-        spec = StoreSpec(str(tmp_path / name))
+        spec = StoreSpec(str(tmp_path / name), BLOCKS)
         if there:
             with spec.open() as store:
                 store.put("deep/folder/key", OLD)

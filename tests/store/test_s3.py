@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,9 @@ from ckptd.store.s3_writer import MOST_PARTS, part_size
 from ckptd.store.wrap import Retry
 from ckptd.testing.store import pattern
 from ckptd.types import ByteRange
+from tests.checkpoint.crash.zygote import warm_up_s3
 from tests.processes import PATIENCE_S
+from tests.programs import zygote
 from tests.servers import MOTO, RADOSGW, s3_url
 from tests.store.proxy import Proxy, Request
 
@@ -453,13 +458,6 @@ def test_endpoint_and_keys_from_the_environment(server: dict[str, Any]) -> None:
 
 # -- SIGKILL before every request that changes something -----------------------------------------
 
-_CHILD = """
-import sys
-from ckptd.store import StoreSpec
-from tests.store.test_s3 import ACTS
-ACTS[sys.argv[1]](StoreSpec.from_json(sys.stdin.read()).open())
-"""
-
 
 def act_put_new(store: Any) -> None:
     store.put("key", BIG[:1000], create_only=True)
@@ -472,27 +470,57 @@ def act_writer(store: Any) -> None:
 ACTS: dict[str, Callable[[Any], None]] = {"put_new": act_put_new, "writer": act_writer}
 
 
+def fork_acts(orders: Connection) -> None:
+    """Act in a fork for each order, and tell how it ended: a client's modules are read once."""
+    warm_up_s3()
+    with suppress(EOFError):
+        while True:
+            act, spec = orders.recv()
+            if (pid := os.fork()) == 0:
+                code = 1
+                try:
+                    ACTS[act](StoreSpec.from_json(spec).open())
+                    code = 0
+                finally:
+                    os._exit(code)
+            orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+@pytest.fixture
+def run_child() -> Iterator[Callable[[StoreSpec, str], int]]:
+    ours, theirs = zygote().Pipe()
+    process = zygote().Process(target=fork_acts, args=(theirs,))
+    process.start()
+    theirs.close()
+
+    def run(spec: StoreSpec, act: str) -> int:
+        ours.send((act, spec.to_json()))
+        assert ours.poll(PATIENCE_S), f"{act} does not end"
+        return int(ours.recv())
+
+    yield run
+    ours.close()
+    process.join(PATIENCE_S)
+
+
 @pytest.mark.parametrize("act", ACTS)
 def test_sigkill_before_every_request(
-    moto: dict[str, Any], tmp_path: Path, act: str, report: Callable[[str], None]
+    moto: dict[str, Any],
+    tmp_path: Path,
+    act: str,
+    run_child: Callable[[StoreSpec, str], int],
+    report: Callable[[str], None],
 ) -> None:
-    def run(spec: StoreSpec) -> int:
-        return subprocess.run(
-            [sys.executable, "-c", _CHILD, act],
-            input=spec.to_json(),
-            timeout=PATIENCE_S,
-            check=False,
-        ).returncode
-
     options = {**moto, "part_bytes": PART}
     log = tmp_path / "log"
-    assert run(StoreSpec(s3_url(), options).wrapped(FaultSpec(inner=True, log=str(log)))) == 0
+    dry = StoreSpec(s3_url(), options).wrapped(FaultSpec(inner=True, log=str(log)))
+    assert run_child(dry, act) == 0
     steps = [json.loads(line)["op"] for line in log.read_text().splitlines()]
     wanted = BIG if act == "writer" else BIG[:1000]
     for number, step in enumerate(steps, 1):
         spec = StoreSpec(s3_url(), options)
         rule = FaultRule("kill", number=number)
-        assert run(spec.wrapped(FaultSpec((rule,), inner=True))) == -signal.SIGKILL
+        assert run_child(spec.wrapped(FaultSpec((rule,), inner=True)), act) == -signal.SIGKILL
         with spec.open() as store:
             found = [o.key for o in store.list()]
             assert found in ([], ["key"]), step

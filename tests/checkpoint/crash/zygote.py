@@ -23,10 +23,12 @@ import ckptd.checkpoint.save.drain as filewriter
 import ckptd.store.s3_client as s3_client
 from ckptd.base.signatures import need_blake3, read_private
 from ckptd.errors import ProcessError
+from tests import programs
 from tests.checkpoint.crash.boards import FileBoard
 from tests.checkpoint.crash.life import SLICE_BYTES, End, Life, live, outcome_key
+from tests.offspring import have_them_forked
 
-__all__ = ["Zygote"]
+__all__ = ["Zygote", "warm_up_s3"]
 
 LIMIT_S = 90.0
 _decode_lives = msgspec.json.Decoder(list[Life])
@@ -122,6 +124,8 @@ def _be(life: Life, pipe: int) -> None:
     """Live in the forked process, which ends here."""
     code = 1
     try:
+        if life.elsewhere:
+            have_them_forked(programs.live)
         os.write(pipe, msgspec.json.encode(live(life)))
         code = 0
     except BaseException as error:
@@ -163,7 +167,7 @@ def _tell(life: Life) -> None:
 
 
 @cache
-def _warm_up() -> None:
+def warm_up_s3() -> None:
     """Import and read what every S3 store would at its first call: forks have it then."""
     keys = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
     s3_client._session(None).create_client("s3", region_name="us-east-1", **keys)
@@ -175,7 +179,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         lives = _decode_lives.decode(line)
         if any(life.spec.url.startswith("s3:") for life in lives):
-            _warm_up()
+            warm_up_s3()
         if any(life.sign for life in lives):
             read_private(lives[0].sign)
             need_blake3()
