@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_local(ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, keep=1)
-    report(f"local, with retention, every sixth operation: {campaign.run(slice(0, None, 6))}")
+    report(f"local, with retention, every tenth operation: {campaign.run(slice(0, None, 10))}")
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
 
@@ -39,7 +39,7 @@ def test_local_inner_steps(ram: Path, zygote: Zygote, report: Report) -> None:
 
 def test_memory(report: Report) -> None:
     campaign = Campaign(MemoryPlace("crash"), None, keep=1)
-    report(f"memory, with retention, every other operation: {campaign.run(slice(1, None, 2))}")
+    report(f"memory, with retention, every fourth operation: {campaign.run(slice(1, None, 4))}")
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
 
@@ -48,7 +48,7 @@ def test_s3(server: str, request: pytest.FixtureRequest, zygote: Zygote, report:
     options: dict[str, Any] = request.getfixturevalue(server)
     place = S3Place(s3_url(), options)
     campaign = Campaign(place, zygote, after=False)
-    report(f"{server}, every seventh operation: {campaign.run(slice(2, None, 7))}")
+    report(f"{server}, every ninth operation: {campaign.run(slice(2, None, 9))}")
     place.close()
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
@@ -62,8 +62,8 @@ def test_one_of_two_ranks(victim: int, ram: Path, zygote: Zygote, report: Report
 @pytest.mark.parametrize(
     ("world", "victim", "elsewhere", "only"),
     [
-        (1, 0, False, slice(3, None, 6)),
-        (2, 0, False, slice(2, None, 7)),
+        (1, 0, False, slice(3, None, 12)),
+        (2, 0, False, slice(2, None, 13)),
         (2, 1, False, slice(4, None, 9)),
         (1, 0, True, slice(5, None, 16)),
     ],

@@ -24,8 +24,9 @@ from ckptd import Checkpointer
 from ckptd.errors import CkptdError, UsageError
 from ckptd.store import open_store
 from tests.cli.running import Cli
+from tests.offspring import have_them_forked
 from tests.processes import PATIENCE_S
-from tests.programs import zygote
+from tests.programs import live, zygote
 from tests.store.places import refuse_link
 from tests.writing import VARIABLE
 
@@ -47,12 +48,14 @@ def load(root: str, step: int = 1, numbers: int = 100_000) -> str:
     """Load the newest state; returns ``works``, or the error, or what came instead."""
     state = {"t": torch.zeros(numbers)}
     try:
-        with Checkpointer(root) as ck:
-            ck.load(state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, "thread")  # a process that writes has no part in it
+            with Checkpointer(root) as ck:
+                ck.load(state)
     except CkptdError as error:
         return f"{type(error).__name__} {error.kind}: {error}"
-    found = state["t"].unique().tolist()
-    return "works" if found == [float(step)] else f"wrong values: {found}"
+    found = [value.item() for value in state["t"].aminmax()]
+    return "works" if found == [float(step)] * 2 else f"wrong values: {found}"
 
 
 def save_and_load(root: str, numbers: int = 100_000) -> str:
@@ -232,8 +235,14 @@ def test_variables(
     assert play(with_variables, str(tmp_path / "root"), variables) == ["works"]
 
 
+def fork_from_now_on() -> None:
+    """Start what writes as forks of this process, whose mask, mounts and user they have."""
+    have_them_forked(live)
+
+
 def masked(root: str, mask: int) -> list[str]:
     os.umask(mask)
+    fork_from_now_on()
     said = save_and_load(root)
     modes = {stat.S_IMODE(p.lstat().st_mode) for p in [Path(root), *Path(root).rglob("*")]}
     return [said, *sorted(f"{mode:o}" for mode in modes)]
@@ -265,10 +274,11 @@ def own_mounts() -> None:
 
 
 def with_small_shm(root: str) -> list[str]:
-    """Docker's default; the state is larger."""
+    """As in a container, whose default is 64 MiB; the state is larger."""
     own_mounts()
-    mount("-t", "tmpfs", "-o", "size=64m", "shm", "/dev/shm")
-    return [save_and_load(root, 20_000_000)]
+    mount("-t", "tmpfs", "-o", "size=16m", "shm", "/dev/shm")
+    fork_from_now_on()
+    return [save_and_load(root, 5_000_000)]
 
 
 def with_full_tmp(root: str, folder: str) -> list[str]:
@@ -278,12 +288,14 @@ def with_full_tmp(root: str, folder: str) -> list[str]:
         file.write(bytes(16 << 10))
     tempfile.tempdir = None
     os.environ["TMPDIR"] = folder
+    fork_from_now_on()
     return [save_and_load(root)]
 
 
 def on_full_disk(root: str) -> list[str]:
     own_mounts()
     mount("-t", "tmpfs", "-o", "size=1m", "disk", root)
+    fork_from_now_on()
     said = [save(f"{root}/root"), save(f"{root}/root", 2, 1_000_000), load(f"{root}/root")]
     return [*said, save(f"{root}/root", 3, 50_000)]
 
@@ -293,6 +305,7 @@ def on_read_only(root: str) -> list[str]:
     said = [save(root)]
     mount("--bind", root, root)
     mount("-o", "remount,bind,ro", root)
+    fork_from_now_on()
     return [*said, load(root), save(root, 2)]
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ class Scene:
 
 
 def set_scene(store: Store) -> Scene:
+    """Put the scene into a store: a copy, for the tests need hundreds and none another one."""
+    objects, in_flight, zombie = _objects_of_a_scene()
+    for key, data in objects.items():
+        store.put(key, data)
+    return Scene(store, in_flight, zombie)
+
+
+@cache
+def _objects_of_a_scene() -> tuple[dict[str, bytes], Commit, Commit]:
+    store = MemoryStore(f"gc-{next(_names)}")
     c = Catalogue(store)
     c.create_or_open()
     g1 = c.claim(None, 1, "start").generation
@@ -68,7 +79,7 @@ def set_scene(store: Store) -> Scene:
     gone = Pin(5, 1, created="2026-01-01T00:00:00Z")
     store.put(pin_key(CommitName(5, 1)), encode_record(gone))
     store.put(lease_key("old"), encode_record(Lease(10, 1, expires=time.time() - 1e4)))
-    return Scene(store, in_flight, zombie)
+    return {o.key: store.get(o.key) for o in store.list()}, in_flight, zombie
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +305,7 @@ def count_operations(kind: str, ram: Path) -> int:
 ACTIONS = ["die", "die-after", "error", "lost"]
 
 
-@sampled(4)
+@sampled(8)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_death_at_every_operation(kind: str, action: str, every: int, ram: Path) -> None:
@@ -323,7 +334,7 @@ def test_death_at_every_operation(kind: str, action: str, every: int, ram: Path)
     assert failed > 0.9 * len(numbers)  # not at those that answer "no such object"
 
 
-@sampled(4)
+@sampled(8)
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_the_next_life_cleans_up_after_a_death(kind: str, every: int, ram: Path) -> None:
     for number in range(1 + (kind == "local") % every, count_operations(kind, ram) + 1, every):
@@ -480,7 +491,7 @@ def settle(scene: Scene, checks: list[Callable[[], None]]) -> None:
     assert_whole(scene.store, c.commits())
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("visit", VISITS)
 def test_company_at_every_operation_of_gc(visit: Visit, every: int, ram: Path) -> None:
     told = 0
@@ -499,7 +510,7 @@ def test_company_at_every_operation_of_gc(visit: Visit, every: int, ram: Path) -
     print(f"{visit.__name__}: {total} places, gc stopped at {told}")
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("visit", VISITS)
 def test_gc_at_every_operation_of_company(visit: Visit, every: int) -> None:
     number = -(VISITS.index(visit) % every)
