@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.simdevice.simulator import Simulator, StreamQueue, Task
 
@@ -124,8 +125,29 @@ def _raw_of(x: Any) -> Any:
     return x._raw if isinstance(x, SimTensor) else x
 
 
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change what an operator is called with, or returns: values, and lists and dicts of them.
+
+    PyTorch's own trees, which know every container, would take half of the time of a simulation.
+    """
+    kind = type(value)
+    if kind is tuple:
+        return tuple([_mapped(change, x) for x in value])
+    if kind is list:
+        return [_mapped(change, x) for x in value]
+    if kind is dict:
+        return {name: _mapped(change, x) for name, x in value.items()}
+    return change(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, value)
+    return found
+
+
 def _raws(value: Any) -> Any:
-    return tree_map(_raw_of, value)
+    return _mapped(_raw_of, value)
 
 
 def _new(raw: torch.Tensor, device: int) -> SimTensor:
@@ -152,12 +174,58 @@ _WAITS = {
 """Operators whose result the host needs before it can go on."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the schema of an operator says.
+
+    Attributes
+    ----------
+    views
+        It returns nothing but views.
+    makes
+        It returns something new.
+    writes
+        Number and name of each argument that it writes to.
+    returns
+        Number and name of each argument that it returns.
+    draws
+        It draws random numbers.
+    """
+
+    name: str
+    views: bool
+    makes: bool
+    writes: tuple[tuple[int, str], ...]
+    returns: tuple[tuple[int, str], ...]
+    draws: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    schema = func._schema
+    back = [r.alias_info for r in schema.returns]
+    aliases = [(i, x.name, x.alias_info) for i, x in enumerate(schema.arguments) if x.alias_info]
+    found = [
+        next(((i, name) for i, name, a in aliases if a.before_set == info.before_set), None)
+        for info in back
+        if info is not None
+    ]
+    return _Facts(
+        name=schema.name,
+        views=bool(back) and all(info is not None and not info.is_write for info in back),
+        makes=None in back,
+        writes=tuple((i, name) for i, name, alias in aliases if alias.is_write),
+        returns=tuple(place for place in found if place is not None),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    name = func._schema.name
+    facts = _facts(func)
+    name = facts.name
     if name in _SPECIAL:
         return _SPECIAL[name](*args, **kwargs)
-    flat = tree_flatten((args, kwargs))[0]
-    sims = [x for x in flat if isinstance(x, SimTensor)]
+    sims = [x for x in _leaves((args, kwargs)) if isinstance(x, SimTensor)]
     if not sims:
         raise NotImplementedError(f"{func} makes no tensor of a simulated device")
     if func.namespace == "c10d":
@@ -169,17 +237,16 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         if place.type != _type:
             return func(*_raws(args), **_raws(kwargs))
         device = index_of(place)
-    returns = func._schema.returns
-    if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+    if facts.views:
         views = func(*_raws(args), **_raws(kwargs))
         memory = sims[0]._memory
-        return tree_map(lambda x: SimTensor(x, memory) if isinstance(x, torch.Tensor) else x, views)
+        return _mapped(lambda x: SimTensor(x, memory) if isinstance(x, torch.Tensor) else x, views)
     if name in _WAITS:
         queue = _sim.current(device)
         _sim.synchronize(_sim.record(queue), name)
         out = func(*_raws(args), **_raws(kwargs))
-        return tree_map(lambda x: _placed(x, device), out)
-    return _enqueue(func, args, kwargs, device)
+        return _mapped(lambda x: _placed(x, device), out)
+    return _enqueue(func, facts, args, kwargs, device)
 
 
 def _device_of(func: Any, sims: Sequence[SimTensor]) -> int:
@@ -206,53 +273,61 @@ _INDEXING = frozenset(
 )
 
 
-def _enqueue(func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+def _enqueue(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], device: int) -> Any:
     """Enqueue a kernel that writes into its arguments, into new tensors, or both."""
-    schema = func._schema
     seed = _drawn(func, kwargs, device)
-    flat, spec = tree_flatten((args, kwargs))
-    written = _written(schema, args, kwargs)
+    written = [x for at in facts.writes for x in _leaves(_argument(at, args, kwargs))]
+    written = [x for x in written if isinstance(x, torch.Tensor)]
     if any(not isinstance(x, SimTensor) for x in written):
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {func} writes to the host"
         )
     # Values of the host are taken now; those of the device when the kernel runs.
-    frozen = [
-        x.clone() if isinstance(x, torch.Tensor) and not isinstance(x, SimTensor) else _raw_of(x)
-        for x in flat
-    ]
+    frozen = _mapped(_taken, (args, kwargs))
     made: list[Any] = []
-    if schema.returns and not all(r.alias_info is not None for r in schema.returns):
+    if facts.makes:
         # The shapes of what is made: from a run on what is there, which changes nothing.
-        changes = {id(x) for x in written}
-        if "batch_norm" in schema.name:  # its statistics are not marked as written
-            changes = {id(x) for x in flat}
-        probe = [
-            x._raw.clone() if isinstance(x, SimTensor) and id(x) in changes else frozen[i]
-            for i, x in enumerate(flat)
-        ]
-        if schema.name in _INDEXING:  # by numbers that the device may not have made yet
-            probe = [
-                torch.zeros_like(x)
-                if isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
-                else x
-                for x in probe
-            ]
-        found, found_spec = tree_flatten(_run(func, tree_unflatten(probe, spec), seed))
-        made = [_alone(x) for x in found]
-        fresh = [_new(x, device) if isinstance(x, torch.Tensor) else x for x in made]
-        result = tree_unflatten(fresh, found_spec)
+        changes = {id(x._raw) for x in written}
+        every = "batch_norm" in facts.name  # its statistics are not marked as written
+        indexing = facts.name in _INDEXING  # by numbers that the device may not have made yet
+
+        def probed(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            if indexing and x.dtype in (torch.int32, torch.int64):
+                return torch.zeros_like(x)
+            return x.clone() if every or id(x) in changes else x
+
+        found = _run(func, _mapped(probed, frozen), seed)
+
+        def fresh(x: Any) -> Any:
+            made.append(_alone(x))
+            return _new(made[-1], device) if isinstance(x, torch.Tensor) else x
+
+        result = _mapped(fresh, found)
     else:
-        result = _returned(schema, args, kwargs)
+        given = [_argument(at, args, kwargs) for at in facts.returns]
+        result = tuple(given) if len(given) > 1 else (given[0] if given else None)
 
     def run() -> None:
-        out = tree_flatten(_run(func, tree_unflatten(frozen, spec), seed))[0]
+        out = _leaves(_run(func, frozen, seed))
         for to, value in zip(made, out, strict=False):  # what was an argument is written already
             if isinstance(to, torch.Tensor):
                 to.copy_(value)
 
-    _sim.put(_sim.current(device), Task(schema.name, run=_ungraded(run)))
+    _sim.put(_sim.current(device), Task(facts.name, run=_ungraded(run)))
     return result
+
+
+def _argument(at: tuple[int, str], args: Any, kwargs: dict[str, Any]) -> Any:
+    number, name = at
+    return args[number] if number < len(args) else kwargs.get(name)
+
+
+def _taken(x: Any) -> Any:
+    if isinstance(x, SimTensor):
+        return x._raw
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def _ungraded(run: Callable[[], object]) -> Callable[[], None]:
@@ -279,28 +354,6 @@ def _alone(x: Any) -> Any:
         return x
     whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if whole else x.clone(memory_format=torch.contiguous_format)
-
-
-def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes to."""
-    found: list[torch.Tensor] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_flatten(value)[0] if isinstance(x, torch.Tensor)]
-    return found
-
-
-def _returned(schema: Any, args: Any, kwargs: Any) -> Any:
-    """Return the arguments that an operator returns."""
-    out = []
-    for back in schema.returns:
-        for i, argument in enumerate(schema.arguments):
-            alias = argument.alias_info
-            if alias is not None and alias.before_set == back.alias_info.before_set:
-                out.append(args[i] if i < len(args) else kwargs[argument.name])
-                break
-    return tuple(out) if len(out) > 1 else (out[0] if out else None)
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -407,11 +460,11 @@ def _collective(func: Any, args: Any, kwargs: Any, sims: Sequence[SimTensor]) ->
     for device in {x.device.index for x in sims}:
         _sim.synchronize(_sim.record(_sim.current(device)), func._schema.name)
     out = func(*_raws(args), **_raws(kwargs))
-    for work in tree_flatten(out)[0]:
+    for work in _leaves(out):
         if isinstance(work, torch.ScriptObject):
             work.wait()  # type: ignore[attr-defined]
     back = {id(x._raw): x for x in sims}
-    return tree_map(lambda x: back.get(id(x), x), out)
+    return _mapped(lambda x: back.get(id(x), x), out)
 
 
 # -- factories -------------------------------------------------------------------------------------
@@ -504,7 +557,7 @@ def _drawn(func: Any, kwargs: dict[str, Any], device: int) -> int | None:
     The host advances the generator when it enqueues the kernel, as CUDA does: kernels that run
     late draw what they would have drawn at once.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _facts(func).draws:
         return None
     generator = kwargs.get("generator") or _generators[device]
     if "generator" in kwargs:
