@@ -308,6 +308,7 @@ class FileMap:
         self._held: Templates[tuple[int, int], tuple[I64, I64]] = Templates(_CACHE)
         self._numels: Templates[int, I64] = Templates(_CACHE)
         self._runs: Templates[int, I64] = Templates(_CACHE)
+        self._data_bytes: dict[int, I64] = {}
         self._asked = 0
 
     @staticmethod
@@ -446,7 +447,12 @@ class FileMap:
         return int(self.starts(file)[-1])
 
     def all_data_bytes(self, nfiles: int) -> I64:
-        """Return `data_bytes` of each of the `nfiles` files, in work that grows with the pieces."""
+        """Return `data_bytes` of each of the `nfiles` files, in work that grows with the pieces.
+
+        Do not write to it.
+        """
+        if (total := self._data_bytes.get(nfiles)) is not None:
+            return total
         total = np.zeros(nfiles, dtype=np.int64)
         known, files = -1, np.empty(0, dtype=np.int64)
         for i in sorted(range(len(self._groups)), key=lambda i: self._groups[i][1::-1]):
@@ -456,7 +462,7 @@ class FileMap:
             held = files != ABSENT
             weight = int(self._tensors_of[i]) * itemsize
             np.add.at(total, files[held] + base, self.numels(grid)[held] * weight)
-        return total
+        return self._data_bytes.setdefault(nfiles, total)
 
     def nchunks(self, file: int) -> int:
         """Number of chunks of `file`."""

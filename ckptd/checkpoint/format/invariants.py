@@ -98,7 +98,7 @@ def _are_tables_of(manifest: Manifest, other: Manifest) -> bool:
         (m.grids, m.owners, [f.rank for f in m.files], {o.tensor for o in m.objects if o.per_rank})
         for m in (manifest, other)
     )
-    return manifest.tensors is other.tensors and ours == theirs
+    return ours == theirs and manifest.tensors == other.tensors
 
 
 def check_tensors(manifest: Manifest, files: int, where: str, manifest_bytes: int) -> FileMap:

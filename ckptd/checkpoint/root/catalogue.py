@@ -561,12 +561,14 @@ def write_witness(
 
 
 def write_manifest(
-    store: Store, manifest: Manifest, beside: Mapping[str, bytes] | None = None
+    store: Store, manifest: Manifest, index: Index, beside: Mapping[str, bytes] | None = None
 ) -> tuple[str, bytes]:
     """Write a manifest into its data folder; return its name there and what was written.
 
     Parameters
     ----------
+    index
+        Checks it, and knows the tables of the manifest before.
     beside
         Small files of the same folder that are written with it, by key.
 
@@ -577,9 +579,9 @@ def write_manifest(
     """
     name, raw = encode_manifest(manifest)
     where = manifest.folder + name
-    from ckptd.checkpoint.format.invariants import check_files, check_manifest
+    from ckptd.checkpoint.format.invariants import check_files
 
-    check_files(manifest, check_manifest(manifest, where, len(raw)))
+    check_files(manifest, index.checked(manifest, where, len(raw)))
     if beside:
         with events.span("sync"):
             store.put_together({**beside, where: raw})
@@ -621,7 +623,7 @@ def publish_manifest(
         See `ckptd.checkpoint.root.catalogue.Catalogue.publish`.
     """
     folder, store = manifest.folder, signer or catalogue.store
-    name, raw = write_manifest(store, manifest, beside)
+    name, raw = write_manifest(store, manifest, catalogue, beside)
     folders = {f.folder for f in manifest.files if f.data_start}
     commit = Commit(
         step=manifest.step,

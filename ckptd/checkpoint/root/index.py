@@ -714,13 +714,17 @@ class Index:
 
     def tables_of(self, commit: Commit) -> tuple[Manifest, FileMap]:
         """Return the manifest of a commit when all that it says of itself holds, and its tables."""
+        manifest = self.manifest_of(commit)
+        where = self.where(commit.folder + commit.manifest)
+        return manifest, self.checked(manifest, where, commit.manifest_bytes)
+
+    def checked(self, manifest: Manifest, where: str, manifest_bytes: int) -> FileMap:
+        """Check all that a manifest says of itself and return its tables, by `check_manifest`."""
         from ckptd.checkpoint.format.invariants import check_manifest
 
-        manifest = self.manifest_of(commit)
-        where, known = self.where(commit.folder + commit.manifest), self._tables
-        filemap = check_manifest(manifest, where, commit.manifest_bytes, known)
+        filemap = check_manifest(manifest, where, manifest_bytes, self._tables)
         self._tables = manifest, filemap
-        return manifest, filemap
+        return filemap
 
     def pins(self) -> set[CommitName]:
         """Return the commits that are never to be deleted; a listing only."""

@@ -200,7 +200,7 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
     except NotFoundError as error:
         raise CorruptError("a part of a snapshot is missing", where=error.where) from None
     manifest = finish_attempt(union, scratch, plan, save, parts)
-    write_manifest(scratch, manifest)
+    write_manifest(scratch, manifest, Index(scratch))
     return manifest
 
 

@@ -211,7 +211,7 @@ class Saver:
         self._timeout_s = timeout_s
         self._structure: tuple[object, Structure] | None = None
         self._steps: list[CopyStep] = []
-        self._steps_of = ""
+        self._steps_of, self._tensor_bytes = "", 0
         self._form: tuple[object, CopyForm] | None = None
         self._options = copy
         self.gate = Gate(timeout_s)
@@ -379,9 +379,8 @@ class Saver:
             build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
             with no_collection():
                 self._steps = copy_steps(plan, rank, laid, self._describer)
-            self._steps_of = plan.digest
-        tensor_bytes = plan.filemap.data_bytes(rank)
-        total = tensor_bytes + sum(map(len, bodies))
+            self._steps_of, self._tensor_bytes = plan.digest, plan.filemap.data_bytes(rank)
+        total = self._tensor_bytes + sum(map(len, bodies))
         handle.total_bytes = total
         with no_collection():
             sources = self._sources_of(laid)
@@ -410,7 +409,7 @@ class Saver:
                     timeout_s=self._timeout_s,
                 )
                 snapshot.copy_now()
-                at = tensor_bytes
+                at = self._tensor_bytes
                 for body in bodies:
                     slot.put(at, np.frombuffer(body, dtype=np.uint8))
                     at += len(body)

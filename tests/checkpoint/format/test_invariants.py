@@ -61,8 +61,10 @@ GOOD = Manifest(
 )
 
 
-def check(manifest: Manifest, nbytes: int = 1000) -> FileMap:
-    return check_manifest(manifest, "manifest.json", nbytes)
+def check(
+    manifest: Manifest, nbytes: int = 1000, known: tuple[Manifest, FileMap] | None = None
+) -> FileMap:
+    return check_manifest(manifest, "manifest.json", nbytes, known)
 
 
 def with_tensor(**changes: Any) -> Manifest:
@@ -185,11 +187,29 @@ BROKEN: list[tuple[str, Manifest]] = [
     ("words", "manifest"), BROKEN, ids=[f"{i}-{words}" for i, (words, _) in enumerate(BROKEN)]
 )
 def test_broken_manifests(words: str, manifest: Manifest) -> None:
-    with pytest.raises(CorruptError) as caught:
-        check(manifest)
-    assert words in caught.value.message
-    assert "manifest.json" in (caught.value.where or "")
-    assert len(str(caught.value)) < 2000
+    for known in (None, (GOOD, check(GOOD))):
+        with pytest.raises(CorruptError) as caught:
+            check(manifest, known=known)
+        assert words in caught.value.message
+        assert "manifest.json" in (caught.value.where or "")
+        assert len(str(caught.value)) < 2000
+
+
+def test_only_the_same_tables_are_known() -> None:
+    known = GOOD, check(GOOD)
+    later = replace(step=1300, attempt="a2", tensors=(*GOOD.tensors,))
+    assert check(later, known=known) is known[1]
+    for other in (
+        with_tensor(name="v"),
+        replace(grids=(*GOOD.grids, GOOD.grids[0])),
+        replace(owners=(*GOOD.owners, ((0, 0, 2),))),
+        with_file(rank=5),
+        replace(files=(*GOOD.files, file(2))),
+        with_object(GOOD.objects[1]),
+    ):
+        found, wanted = check(other, known=known), check(other)
+        assert found is not known[1]
+        assert (found.ranked, found.tensors) == (wanted.ranked, wanted.tensors)
 
 
 INLINE_RAW = b"digests of its chunks"
@@ -259,9 +279,10 @@ def test_pieces_are_in_proportion_to_the_file() -> None:
     check(pieces((1 << 20) + 64_000, tensors=1))
     check(pieces((1 << 20) + 64_000, tensors=100))
     for manifest in (pieces((1 << 20) + 64_001, 1), pieces(1 << 20, 2, bases=2)):
-        with pytest.raises(CorruptError) as caught:
-            check(manifest)
-        assert "more pieces than elements" in caught.value.message
+        for known in (None, (manifest, check(manifest, 20_000))):
+            with pytest.raises(CorruptError) as caught:
+                check(manifest, known=known)
+            assert "more pieces than elements" in caught.value.message
 
 
 def test_nothing_of_the_size_of_the_pieces_is_allocated_to_find_that_out() -> None:
@@ -293,8 +314,10 @@ def test_a_file_of_another_length_is_found(sample: Sample, data: st.DataObject) 
     manifest = msgspec.structs.replace(sample.manifest, files=tuple(files))
     if files[i] == sample.manifest.files[i]:
         return
+    filemap = check(sample.manifest, 2000)
+    check_files(sample.manifest, filemap)
     with pytest.raises(CorruptError) as caught:
-        check_files(manifest, check(manifest, 2000))
+        check_files(manifest, check(manifest, 2000, (sample.manifest, filemap)))
     assert "files have another length than their chunks" in caught.value.message
     assert files[i].path in (caught.value.where or "")
 

@@ -47,6 +47,47 @@ def of_ranks(*extras: Sequence[Extra]) -> list[RankPart]:
     return [msgspec.structs.replace(p, extra=tuple(e)) for p, e in zip(PARTS, every, strict=True)]
 
 
+def test_a_later_part_of_a_known_plan_is_checked_as_the_first() -> None:
+    """Its lengths by what follows from the plan, its digests and its own values by themselves."""
+    name = f"agreed{next(_numbers)}"
+    catalogue = Catalogue(MemoryStore(name))
+    catalogue.create_or_open()
+    catalogue.claim(None, WORLD, "test")
+    parts = [
+        msgspec.structs.replace(p, data_start=4096, data_bytes=n, index="0f" * 16)
+        for p in PARTS
+        if (n := PLAN.filemap.data_bytes(p.rank)) or p.rank == 0
+    ]
+    parts += PARTS[len(parts) :]
+    steps = itertools.count(1)
+
+    def commit(*changes: dict[str, object]) -> None:
+        step = next(steps)
+        save = msgspec.structs.replace(SAVE, step=step, attempt=f"{step:04d}")
+        changed = [msgspec.structs.replace(p, **c) for p, c in zip(parts, changes, strict=False)]
+        these = [*changed, *parts[len(changed) :]]
+        commit_attempt(catalogue, PLAN, save, lambda: None, 20.0, parts=these)
+
+    wrong: list[dict[str, object]] = [
+        {"data_bytes": parts[0].data_bytes + 1},
+        {"data_bytes": 0},
+        {"data_start": 4095},
+        {"index": "no digest"},
+        {"digests": b"others"},
+        {"objects": (ObjectEntry("x", value=1, per_rank="drop"),)},
+        {"objects": (ObjectEntry("", value=1),)},
+        {"extra": (Extra("w", 4),)},
+    ]
+    for known in (False, True):
+        for change in wrong:
+            with pytest.raises((CorruptError, SaveError)):
+                commit(change)
+        assert len(list(catalogue.commits())) == known
+        commit()
+    assert len(list(catalogue.commits())) == 2
+    forget_memory(name)
+
+
 DROP, COMMON = [Extra("x", 4, "drop")], "a value that ranks have in common on another rank"
 VALUE = msgspec.structs.replace(PARTS[0], objects=(ObjectEntry("x", value=1),))
 
