@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, MachineState
-from ckptd.elastic.launchers.local import LocalLauncher
 from ckptd.errors import DeadlineError, NotFoundError, StoreError
 from ckptd.testing.launchers import LauncherContract
+from tests.elastic.launchers.local_launcher import LocalLauncher
 
 
 class TestLocal(LauncherContract):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ckptd.elastic.launchers.local import LocalLauncher
 from ckptd.elastic.supervisor import Outcome, Supervisor, SupervisorSettings
 from ckptd.errors import StoreError
 from tests.elastic.controlled import ControllerProcess, controlled, status_when
+from tests.elastic.launchers.local_launcher import LocalLauncher
 from tests.processes import PATIENCE_S, until
 
 _ROOT = Path(__file__).parents[3]

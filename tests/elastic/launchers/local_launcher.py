@@ -18,7 +18,7 @@ _POLL_S = 0.01
 
 
 class LocalLauncher(Launcher):
-    """Starts launchers here, for a job on one machine, demonstrations and tests.
+    """Starts launchers here, for a job on one machine.
 
     Parameters
     ----------
