@@ -1,6 +1,6 @@
 """Small value types that every layer shares: `DType`, `Box` and `ByteRange`.
 
-numpy only; importing this module must stay cheap, because the command line does.
+Importing this module must stay cheap, because the command line does: numpy comes on first use.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from ckptd.errors import CorruptError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["DTYPES", "Box", "ByteRange", "DType", "dtype_of"]
 
@@ -42,12 +44,11 @@ class DType(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def numpy(self) -> np.dtype[Any]:
         """The numpy type; imports ml_dtypes only for types that numpy lacks."""
-        if hasattr(np, self.numpy_name):
-            return np.dtype(self.numpy_name)
-        import ml_dtypes
+        import numpy as np
 
-        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
-        return dtype
+        if not hasattr(np, self.numpy_name):
+            import ml_dtypes  # noqa: F401  # numpy knows the names of its types from then on
+        return np.dtype(self.numpy_name)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a safetensors header states for a chunk of logical `shape`."""

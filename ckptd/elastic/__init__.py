@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckptd.checkpoint.data.schedule import Schedule
-
 if TYPE_CHECKING:
+    from ckptd.checkpoint.data.schedule import Schedule
     from ckptd.checkpoint.torch.data.keyed import keyed_generator, keyed_rng, keyed_seed
     from ckptd.checkpoint.torch.data.sampler import ElasticSampler
     from ckptd.elastic.torch.hooks import robust
@@ -43,6 +42,7 @@ _MODULES = {
     "ElasticSampler": "checkpoint.torch.data.sampler",
     "Interrupted": "elastic.torch.session.interrupt",
     "KeptGradients": "elastic.torch.hooks.kept",
+    "Schedule": "checkpoint.data.schedule",
     "World": "elastic.torch.session.world",
     "global_tokens": "elastic.torch.hooks.tokens",
     "keyed_generator": "checkpoint.torch.data.keyed",

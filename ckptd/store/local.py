@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ckptd.errors import (
     CkptdError,
@@ -364,6 +363,8 @@ class LocalWriter(SizedWriter):
 
 def address(view: memoryview) -> int:
     """Return the memory address of the first byte."""
+    import numpy as np  # as in `copy_bytes`
+
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 

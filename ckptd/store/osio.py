@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
-
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StoreError, TransientStoreError
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -163,6 +161,8 @@ def bring_into_cache(path: str, wanted: Callable[[], bool]) -> None:
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy bytes without the interpreter's lock, which an assignment to a slice holds."""
+    import numpy as np  # where bytes are copied, not where a command line starts
+
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

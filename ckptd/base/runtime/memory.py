@@ -19,11 +19,13 @@ import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # a process that has TLS and no tensors asks here for a file alone
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MOST = 1024
 """The kernel's limit of runs in one call (``IOV_MAX``)."""
@@ -62,7 +64,7 @@ def read_memory(runs: NDArray[np.int64]) -> None:
     left = runs[runs[:, 2] > 0]
     while len(left):
         some = left[:_MOST]
-        here, there = np.ascontiguousarray(some[:, 1:]), np.ascontiguousarray(some[:, ::2])
+        here, there = some[:, 1:].copy(), some[:, ::2].copy()
         done = -1 if _read is None else _read(os.getpid(), *_vector(here), *_vector(there), 0)
         if done <= 0:
             code = errno.ENOSYS if _read is None else ctypes.get_errno()
@@ -88,6 +90,8 @@ def gather(file: int, where: int, at: NDArray[np.int64], sizes: NDArray[np.int64
 
     The kernel copies: memory that is gone is an error, and not the end of the process.
     """
+    import numpy as np
+
     pieces = np.stack((at, sizes), axis=1).astype(np.uint64)
     for first in range(0, len(pieces), _MOST):
         part = np.ascontiguousarray(pieces[first : first + _MOST])
@@ -97,7 +101,7 @@ def gather(file: int, where: int, at: NDArray[np.int64], sizes: NDArray[np.int64
         where += wanted
 
 
-class HostBuffers(Sequence[NDArray[np.uint8]]):
+class HostBuffers(Sequence["NDArray[np.uint8]"]):
     """Buffers of the host, each a view that is made when it is asked for.
 
     Parameters
