@@ -30,10 +30,10 @@ from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.jobs import changed, inside, outside
 from tests.monitor.watched import JOB, START, Fed, clean, infos, told
 
-SMALL, MIDDLE, LARGE = Mesh(2, 2, 4), Mesh(16, 8, 8), Mesh(160, 8, 8)
+SMALL, MIDDLE, LARGE = Mesh(2, 2, 4), Mesh(8, 4, 8), Mesh(160, 8, 8)
 MESHES = [
     pytest.param(SMALL, id="16"),
-    pytest.param(MIDDLE, id="1024"),
+    pytest.param(MIDDLE, id="256"),
     pytest.param(LARGE, id="10240", marks=pytest.mark.long),
 ]
 KINDS = {
@@ -567,14 +567,14 @@ def test_the_period_grows_with_the_job() -> None:
 
 def test_what_a_policy_asks_for_is_said_within_the_budget() -> None:
     settings = WatchSettings(policy={VerdictKind.CRASH: "act", VerdictKind.MISMATCH: "ask"})
-    fed = Fed(settings)
-    fed.settle(idle(MIDDLE))
+    fed, mesh = Fed(settings), Mesh(16, 8, 8)
+    fed.settle(idle(mesh))
     actions = []
     for generation, rank in enumerate((0, 100, 200)):
-        fed.notes = {r: RankNote(generation=generation) for r in range(MIDDLE.ranks)}
-        fed.show(ended(idle(MIDDLE), {rank: -9}))
+        fed.notes = {r: RankNote(generation=generation) for r in range(mesh.ranks)}
+        fed.show(ended(idle(mesh), {rank: -9}))
         actions.append(fed.opened[-1].action)
-        fed.show(idle(MIDDLE))
+        fed.show(idle(mesh))
     assert actions == ["act", "act", "ask"]
     assert not any(i.enforced for i in fed.opened)
 

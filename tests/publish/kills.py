@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -23,22 +22,17 @@ from typing import Any
 import torch.distributed as dist
 
 import ckptd
-from ckptd.checkpoint.save.arena import Slot
-from ckptd.checkpoint.torch.copy import Snapshot
 from ckptd.errors import CkptdError
-from ckptd.publish import client, pull, stored
+from ckptd.publish import client, pull
 from ckptd.publish.client import PublishClient
-from ckptd.publish.follow import Mirror, StoredWeights
-from ckptd.publish.link import ServerLink
-from ckptd.publish.stored import ShareWriter, StoreDesk
 from ckptd.testing.ranks import RankOutcome, rank_outcomes
 from tests.processes import kill, lives, until
 from tests.publish.jobs import TRAINER, WORKER, worker_part
+from tests.publish.killpoints import FIRST_POINTS, PARTIES, POINTS, Kill, put_pid
 from tests.reshard.torch.layout.jobs import Tree, chunks, differing, whole
 
-__all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd", "put_pid", "slots_of"]
+__all__ = ["KillWorld", "WorkerEnd", "slots_of"]
 
-PARTIES = tuple(f"{kind}-{i}" for kind in ("trainer", "server", "worker") for i in (0, 1))
 TIMEOUT_S = 10.0
 """Of each wait of trainer and workers."""
 LINGER_S = 3.0
@@ -49,96 +43,6 @@ _MOST_STEPS = 60
 _QUIET = 5
 """After so many updates without a newer version a worker leaves; each waits a second."""
 _DEADLINE_S = 150.0
-
-POINTS: dict[str, tuple[str, Any, str]] = {
-    "trainer starts its server": ("trainer", PublishClient, "ready"),
-    "trainer chose a slot": ("trainer", ckptd.Publisher, "_slot"),
-    "trainer copies": ("trainer", Snapshot, "copy_now"),
-    "trainer copies the rest": ("trainer", Snapshot, "copy_rest"),
-    "trainer seals": ("trainer", Slot, "seal"),
-    "trainer counts its share": ("trainer", ckptd.Publisher, "_count"),
-    "trainer closes": ("trainer", PublishClient, "close"),
-    "server takes the place": ("server", StoreDesk, "_create_claim"),
-    "server orders a version": ("server", StoreDesk, "_store_version"),
-    "server writes its share": ("server", ShareWriter, "write"),
-    "server syncs its share": ("server", stored, "StoredShare"),
-    "server writes an object": ("server", ShareWriter, "_put"),
-    "server commits": ("server", StoreDesk, "_commit"),
-    "server deletes": ("server", StoreDesk, "_trim"),
-    "worker connects": ("worker", ServerLink, "_greeted"),
-    "worker asks for the newest": ("worker", ServerLink, "newest"),
-    "worker takes a hold": ("worker", ckptd.Subscriber, "_stage"),
-    "worker plans": ("worker", ckptd.Subscriber, "_planned"),
-    "worker looks into the store": ("worker", StoredWeights, "newest"),
-    "worker reads an object": ("worker", StoredWeights, "get"),
-    "worker fills its mirror": ("worker", Mirror, "_fill"),
-    "worker proves its mirror": ("worker", Mirror, "_wrong"),
-    "worker asks for tensors": ("worker", pull._Giver, "__init__"),
-    "worker maps": ("worker", ServerLink, "map"),
-    "worker pulls": ("worker", ServerLink, "read"),
-    "worker applies changes": ("worker", pull, "_take_held"),
-    "worker has all": ("worker", pull.StagedPull, "add"),
-    "worker applies": ("worker", pull.StagedPull, "apply"),
-    "worker writes a part": ("worker", pull, "_put"),
-    "worker lets go": ("worker", ckptd.Subscriber, "_let_go"),
-    "worker closes": ("worker", ckptd.Subscriber, "close"),
-}
-"""By name: whose call it is, and the function that is called."""
-_FIRST_POINTS = frozenset({"trainer starts its server", "worker connects", "worker plans"})
-"""Points of a first version: a later one does not come there."""
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What is killed, and when.
-
-    Attributes
-    ----------
-    point
-        One of `POINTS`.
-    rank
-        Whose call it is, of the trainer's or the rollout's ranks.
-    victim
-        One of `PARTIES`.
-    nth
-        At which of the calls, from 1.
-    far
-        Workers pull over sockets.
-    to
-        URL of a store that everything goes through, in place of connections.
-    """
-
-    point: str
-    rank: int
-    victim: str
-    nth: int = 1
-    far: bool = False
-    to: str = ""
-
-    def __str__(self) -> str:
-        way = self.to.partition(":")[0] or ("socket" if self.far else "memory")
-        return f"{self.victim} dies as {self.point} ({self.rank}, call {self.nth}, {way})"
-
-    def arm(self, folder: Path) -> None:
-        """In the process whose call it is: kill at the n-th call from now on."""
-        _, owner, name = POINTS[self.point]
-        function = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
-        static = isinstance(function, staticmethod)
-        inner: Callable[..., Any] = function.__func__ if static else function
-        calls = 0
-        lock = threading.Lock()
-
-        def at(*args: Any, **more: Any) -> Any:
-            nonlocal calls
-            with lock:
-                calls += 1
-                if calls == self.nth:
-                    (folder / "killed").touch()
-                    with suppress(ProcessLookupError):  # a worker that has had enough
-                        os.kill(int((folder / self.victim).read_text()), signal.SIGKILL)
-            return inner(*args, **more)
-
-        setattr(owner, name, staticmethod(at) if static else at)
 
 
 @dataclass(frozen=True)
@@ -167,11 +71,6 @@ class WorkerEnd:
     state_corrupted: bool
     seen: tuple[int, ...]
     slowest_s: float
-
-
-def put_pid(folder: Path, name: str, pid: int) -> None:
-    (folder / f".{name}").write_text(str(pid))
-    os.replace(folder / f".{name}", folder / name)
 
 
 def _there(path: Path, within_s: float) -> bool:
@@ -206,7 +105,7 @@ def trainer(place: str, spec: Kill) -> list[int]:
         os.environ["CKPTD_TEST_KILL"] = f"{folder}:{rank}"
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         setattr(client.subprocess, "Popen", started)  # noqa: B010
-    if mine is not None and mine.point in _FIRST_POINTS:
+    if mine is not None and mine.point in FIRST_POINTS:
         mine.arm(folder)
     done: list[int] = []
     publisher = ckptd.Publisher(
@@ -223,7 +122,7 @@ def trainer(place: str, spec: Kill) -> list[int]:
             if step == 2:
                 for worker in (0, 1):
                     _there(folder / f"first-{worker}", TIMEOUT_S)
-                if mine is not None and mine.point not in _FIRST_POINTS:
+                if mine is not None and mine.point not in FIRST_POINTS:
                     mine.arm(folder)
             for name, tensor in chunks(whole(step), rank, 2).items():
                 module.get_parameter(name).data.copy_(tensor)
@@ -274,7 +173,7 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
         WORKER, module, spec.to or folder / "at", group=dist.group.WORLD, timeout_s=TIMEOUT_S
     )
     subscriber._far = spec.far
-    if mine is not None and mine.point in _FIRST_POINTS:
+    if mine is not None and mine.point in FIRST_POINTS:
         mine.arm(folder)
     quiet = 0  # the same on both ranks, as what `update` returns: they leave together
     while quiet < (_QUIET if seen else 3 * _QUIET) and max(seen, default=0) < _VERSIONS:
@@ -292,7 +191,7 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
             if _is_step(module, rank) != report.version.step:
                 break
             if len(seen) == 1:
-                if mine is not None and mine.point not in _FIRST_POINTS:
+                if mine is not None and mine.point not in FIRST_POINTS:
                     mine.arm(folder)
                 (folder / f"first-{rank}").touch()
     version = subscriber.version

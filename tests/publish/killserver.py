@@ -10,7 +10,7 @@ import pickle
 from pathlib import Path
 
 from ckptd.publish.server import main
-from tests.publish.kills import POINTS, put_pid
+from tests.publish.killpoints import POINTS, put_pid
 
 if __name__ == "__main__":
     where, _, number = os.environ["CKPTD_TEST_KILL"].rpartition(":")

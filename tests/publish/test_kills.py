@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.publish.kills import POINTS, Kill, KillWorld
+from tests.publish.killpoints import POINTS, Kill
+from tests.publish.kills import KillWorld
 from tests.servers import s3_moto, s3_url
 
 __all__ = ["s3_moto"]

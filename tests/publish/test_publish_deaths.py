@@ -55,6 +55,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.forks("small", "all")
 def test_the_last_version_outlives_the_trainer_and_then_goes(tmp_path: Path) -> None:
     at = tmp_path / "at"
     command = [sys.executable, "-c", SCRIPT, str(at), str(LINGER_S)]

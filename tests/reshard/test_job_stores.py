@@ -53,7 +53,7 @@ def contents(store: Store) -> dict[str, bytes]:
     return {i.key: store.get(i.key) for i in store.list("data/") if "/parts/" not in i.key}
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("action", ["die", "die-after"])
 def test_death_at_every_operation(action: str, every: int, report: Callable[[str], None]) -> None:
     """Absent or whole after each; the next run succeeds, with the same bytes."""

@@ -6,7 +6,6 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +20,12 @@ import ckptd
 from ckptd.errors import CkptdError
 from ckptd.reshard.torch.transport import TorchTransport
 from ckptd.testing.ranks import rank_outcomes, run_ranks
+from tests.played import Played
 from tests.processes import PATIENCE_S
 from tests.reshard.torch.moe import EXPERTS, LAYERS, Trainer, evenly, example, layout_of
 from tests.reshard.torch.test_relayout_ranks import Deadly, memory
 
-pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(700)]
 
 WORLD = 4
 Table = list[list[int]]
@@ -72,8 +72,17 @@ def random_moves(seeds: Sequence[int], lists: bool) -> tuple[list[float], list[f
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_losses_are_those_of_a_job_that_moved_nothing(lists: bool) -> None:
-    done = run_ranks(WORLD, random_moves, range(12), lists, deadline_s=PATIENCE_S)
+def test_losses_are_those_of_a_job_that_moved_nothing(four: Played, lists: bool) -> None:
+    judge(four.of(f"moves, lists {lists}"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lists", [False, True])
+def test_losses_after_many_moves(lists: bool) -> None:
+    judge(run_ranks(WORLD, random_moves, range(4, 28), lists, deadline_s=PATIENCE_S))
+
+
+def judge(done: list[tuple[list[float], list[float], list[Any]]]) -> None:
     for losses, wanted, _ in done:
         assert losses == wanted
     for prices in zip(*(d[2] for d in done), strict=True):
@@ -106,9 +115,8 @@ def saved_and_loaded(root: str) -> tuple[list[list[float]], list[float], list[st
     return found, trained(6), [move.layout]
 
 
-def test_checkpoints_of_before_and_after_load_into_each_other(tmp_path: Path) -> None:
-    done = run_ranks(WORLD, saved_and_loaded, str(tmp_path / "root"), deadline_s=PATIENCE_S)
-    for (losses, from_after, from_before), wanted, (program,) in done:
+def test_checkpoints_of_before_and_after_load_into_each_other(four: Played) -> None:
+    for (losses, from_after, from_before), wanted, (program,) in four.of("saved and loaded"):
         assert losses == wanted
         assert from_before == wanted[2:]
         assert from_after == wanted[4:]
@@ -165,7 +173,7 @@ def refused_moves() -> list[tuple[str, str, str]]:
     return [(e.kind, f"{e.where} {e.message} {e.found}", e.hint or "") for e in (*found, one)]
 
 
-def test_what_cannot_be_moved_is_refused_by_name_and_nothing_has_moved() -> None:
+def test_what_cannot_be_moved_is_refused_by_name_and_nothing_has_moved(four: Played) -> None:
     wanted = [
         ("bad-argument", "missing experts: 5"),
         ("bad-argument", "duplicate experts: 1 (at 0, 1)"),
@@ -180,7 +188,7 @@ def test_what_cannot_be_moved_is_refused_by_name_and_nothing_has_moved() -> None
         ("bad-argument", "model.layers.0.w1"),
         ("bad-argument", "does not fit the rank's modules"),
     ]
-    for found in run_ranks(WORLD, refused_moves, deadline_s=PATIENCE_S):
+    for found in four.of("refused"):
         assert len(found) == len(wanted)
         for (kind, text, _), (wanted_kind, part) in zip(found, wanted, strict=True):
             assert kind == wanted_kind, text
@@ -192,8 +200,8 @@ def example_run() -> dict[str, Any]:
     return found
 
 
-def test_the_example_moves_by_load_and_changes_no_loss() -> None:
-    for found in run_ranks(2, example_run, deadline_s=PATIENCE_S):
+def test_the_example_moves_by_load_and_changes_no_loss(two: Played) -> None:
+    for found in two.of("example"):
         assert found["equal"]
         assert found["price"]["experts"]
 
@@ -229,8 +237,8 @@ def large() -> tuple[bool, int, tuple[int, int]]:
     return good, extra, (move.price.parts, move.price.staged_bytes)
 
 
-def test_what_does_not_fit_the_budget_moves_in_parts() -> None:
-    for good, extra, (parts, staged) in run_ranks(2, large, deadline_s=PATIENCE_S):
+def test_what_does_not_fit_the_budget_moves_in_parts(two: Played) -> None:
+    for good, extra, (parts, staged) in two.of("large"):
         assert good
         assert parts == 2
         assert extra <= BUDGET, extra
@@ -268,9 +276,9 @@ def stepped_apart() -> tuple[CkptdError, bool, int, bool]:
     return error, same, move.price.parts, swapped and optim.state[last]["step"].item() == 2 - rank
 
 
-def test_experts_of_different_steps_are_refused_before_any_moves() -> None:
+def test_experts_of_different_steps_are_refused_before_any_moves(two: Played) -> None:
     """The part of the layer that has them was reached when others had moved."""
-    for error, same, parts, swapped in run_ranks(2, stepped_apart, deadline_s=PATIENCE_S):
+    for error, same, parts, swapped in two.of("stepped apart"):
         assert (error.kind, error.state_corrupted) == ("lay-fit", False), error
         assert "step of layers.5.w" in f"{error.where}"
         assert parts > 1
@@ -323,8 +331,8 @@ def without_memory() -> tuple[str, str, bool, str]:
     return error.kind, error.found or "", error.state_corrupted, error.hint or ""
 
 
-def test_a_rank_that_has_no_memory_left_ends_the_move_on_all_of_them() -> None:
-    for rank, found in enumerate(run_ranks(WORLD, without_memory, deadline_s=PATIENCE_S)):
+def test_a_rank_that_has_no_memory_left_ends_the_move_on_all_of_them(four: Played) -> None:
+    for rank, found in enumerate(four.of("without memory")):
         assert found[0] == "crashed", found
         assert "no memory left" in found[1]
         assert found[2]
@@ -364,9 +372,9 @@ def broken_off(folder: str) -> list[Any]:
     return [broken.hint or "", save.kind, again.message, exact]
 
 
-def test_nothing_is_made_of_experts_whose_move_broke_off(tmp_path: Path) -> None:
+def test_nothing_is_made_of_experts_whose_move_broke_off(two: Played) -> None:
     """A save by the old layout had the wrong experts, and a second move permuted them twice."""
-    for found in run_ranks(2, broken_off, str(tmp_path), deadline_s=PATIENCE_S):
+    for found in two.of("broken off"):
         assert "1 of" in found[0], found
         assert found[1:] == ["crashed", "an earlier move of these experts failed", True], found
 
@@ -494,7 +502,42 @@ def exchanged(p: torch.Tensor) -> list[torch.Tensor]:
     return found[:2]
 
 
-@pytest.mark.parametrize("function", [sharded_by_fsdp, watched])
-def test_experts_that_wrappers_have(function: Callable[[], None]) -> None:
+@pytest.mark.parametrize("wrapper", ["sharded by fsdp", "watched"])
+def test_experts_that_wrappers_have(four: Played, wrapper: str) -> None:
     """A DTensor that got another number of experts was no DTensor any more; a held node failed."""
-    run_ranks(WORLD, function, deadline_s=PATIENCE_S)
+    four.of(wrapper)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, writing_thread: None) -> Played:
+    """What a world of four ranks did; the case that breaks a move is the last."""
+    folder = tmp_path_factory.mktemp("four")
+    return Played(
+        WORLD,
+        folder / "played",
+        {
+            "moves, lists False": (random_moves, (range(4), False)),
+            "moves, lists True": (random_moves, (range(4), True)),
+            "saved and loaded": (saved_and_loaded, (str(folder / "root"),)),
+            "refused": (refused_moves, ()),
+            "sharded by fsdp": (sharded_by_fsdp, ()),
+            "watched": (watched, ()),
+            "without memory": (without_memory, ()),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, writing_thread: None) -> Played:
+    """The same of two ranks; the first case measures memory."""
+    folder = tmp_path_factory.mktemp("two")
+    return Played(
+        2,
+        folder / "played",
+        {
+            "large": (large, ()),
+            "example": (example_run, ()),
+            "stepped apart": (stepped_apart, ()),
+            "broken off": (broken_off, (str(folder / "root"),)),
+        },
+    )

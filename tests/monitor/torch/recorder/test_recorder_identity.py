@@ -69,6 +69,7 @@ def without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.forks("small", "all")
 def test_a_plain_script_of_one_rank(tmp_path: Path) -> None:
     compare(tmp_path, "python", "ddp", 1)
 

@@ -56,6 +56,21 @@ def load(root: str, kind: str) -> tuple[Tensors, Any, Any]:
     return loaded, own.value, (report.read.bytes_needed, report.read.bytes_fetched)
 
 
+def save_and_load(
+    root: str, kind: str, copies: dict[str, str]
+) -> tuple[Tensors, dict[str, tuple[Tensors, Any, Any]]]:
+    """Save, and load a copy of it into each of some layouts."""
+    saved = save(root, kind)
+    dist.barrier()
+    found = {}
+    for other, copy in copies.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(root, copy)
+        dist.barrier()
+        found[other] = load(copy, other)
+    return saved, found
+
+
 CASES = [
     ("fsdp+tp", 4, [("fsdp", 3), ("tp", 2), ("hsdp", 4)]),
     ("fsdp", 3, [("fsdp+tp", 4), ("replicated", 2)]),
@@ -78,12 +93,19 @@ LONG = pytest.mark.long
 def test_any_layout_loads_into_any_other(
     tmp_path: Path, kind: str, world: int, others: list[tuple[str, int]]
 ) -> None:
+    """Into jobs of as many ranks in the processes that saved, and into others of other ones."""
     root = str(tmp_path / "root")
-    saved = run_ranks(world, save, root, kind, deadline_s=PATIENCE_S)[0]
-    for other, count in [(kind, world), *others]:
-        copy = str(tmp_path / f"{other}-{count}")
-        shutil.copytree(root, copy)
-        for loaded, own, _ in run_ranks(count, load, copy, other, deadline_s=PATIENCE_S):
+    copies = {(o, n): str(tmp_path / f"{o}-{n}") for o, n in [(kind, world), *others]}
+    mine = {other: copy for (other, count), copy in copies.items() if count == world}
+    played = run_ranks(world, save_and_load, root, kind, mine, deadline_s=PATIENCE_S)
+    saved = played[0][0]
+    for (other, count), copy in copies.items():
+        if count == world:
+            loads = [found[other] for _, found in played]
+        else:
+            shutil.copytree(root, copy)
+            loads = run_ranks(count, load, copy, other, deadline_s=PATIENCE_S)
+        for loaded, own, _ in loads:
             for name, value in saved.items():
                 assert torch.equal(loaded[name], value), (other, count, name)
             assert count == world or own == sum(range(world))
@@ -136,6 +158,14 @@ def test_replicas_that_drifted_apart_are_named(tmp_path: Path) -> None:
 
 
 def load_damaged(root: str) -> tuple[str, bool]:
+    save(root, "fsdp")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = next(Path(root).glob("data/*/r00002.safetensors"))
+        raw = bytearray(path.read_bytes())
+        raw[-100] ^= 1
+        path.write_bytes(raw)
+    dist.barrier()
     model, optim = build("fsdp", seed=9)
     step(model, optim)
     before = whole(model, optim)
@@ -151,11 +181,6 @@ def load_damaged(root: str) -> tuple[str, bool]:
 
 def test_damage_that_one_rank_finds_stops_all_of_them_untouched(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
-    run_ranks(3, save, root, "fsdp", deadline_s=PATIENCE_S)
-    path = next(Path(root).glob("data/*/r00002.safetensors"))
-    raw = bytearray(path.read_bytes())
-    raw[-100] ^= 1
-    path.write_bytes(raw)
     for kind, untouched in run_ranks(3, load_damaged, root, deadline_s=PATIENCE_S):
         assert kind == "digest"
         assert untouched
