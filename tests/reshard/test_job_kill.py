@@ -21,11 +21,11 @@ from ckptd.store import open_store
 from tests.processes import lives, until
 from tests.reshard.llama import HF, MEGATRON, program, resharded, save, values
 
-FILES = 4
-BIG = 8
+FILES = 5
+BIG = 12
 STAGES = """
 space s { L{l}.w[o i] }
-mesh P = pp:4
+mesh P = pp:5
 layout whole of s on none { l.{l}.w = L{l}.w[o i] }
 layout stages of s on P { stage.{l@pp}.w = L{l}.w[o i] }
 """
@@ -79,7 +79,7 @@ def wait_for_part(root: Path, known: int, child: int) -> None:
 
 
 @pytest.mark.timeout(600)  # it reshards two dozen times, however long the machine takes
-@pytest.mark.parametrize("wanted_kills", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("wanted_kills", [8, pytest.param(40, marks=pytest.mark.long)])
 def test_kills_end_in_the_same_bytes(
     wanted_kills: int, tmp_path: Path, zygote: subprocess.Popen[str]
 ) -> None:
