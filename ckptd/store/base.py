@@ -52,7 +52,8 @@ from ckptd.types import ByteRange
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
+_NAME = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9._=+@,%-]{1,255}"
+_SEGMENT, _KEY = re.compile(_NAME), re.compile(f"{_NAME}(?:/{_NAME})*")
 MOST_WHOLE_BYTES = 1 << 30
 """Of an object that is got whole, over a network: these are records and manifests."""
 MAX_KEY_BYTES = 512
@@ -74,13 +75,12 @@ def root_gone(where: str) -> StoreError:
 
 def is_segment(name: str) -> bool:
     """Tell whether `name` may be one segment of a key; other names in a store are not objects."""
-    return name not in (".", "..") and _SEGMENT.fullmatch(name) is not None
+    return _SEGMENT.fullmatch(name) is not None
 
 
 def check_key(key: str) -> str:
     """Return `key` when it is legal, raise `UsageError` otherwise (stops ``../`` at the door)."""
-    parts = key.split("/")
-    if len(key) > MAX_KEY_BYTES or not all(is_segment(p) for p in parts):
+    if len(key) > MAX_KEY_BYTES or _KEY.fullmatch(key) is None:
         raise UsageError(
             "invalid object name",
             kind="bad-key",
@@ -102,9 +102,9 @@ def check_prefix(prefix: str) -> str:
 
 
 def children_of(keys: Iterable[str], prefix: str) -> Names:
-    """Return the names directly below `prefix` of objects `keys` that lie there, sorted."""
-    parts = (key[len(prefix) :].partition("/") for key in keys)
-    return sorted({head + slash for head, slash, _ in parts})
+    """Return the names directly below `prefix` of those objects `keys` that lie there, sorted."""
+    start = len(prefix)
+    return sorted({k[start : k.find("/", start) + 1 or None] for k in keys if k.startswith(prefix)})
 
 
 @dataclass(frozen=True, slots=True)

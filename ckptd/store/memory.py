@@ -138,7 +138,8 @@ class MemoryStore(Store):
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted."""
-        return children_of((info.key for info in self.list(prefix)), prefix)
+        with self._space.lock:
+            return children_of(self._space.objects, check_prefix(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
