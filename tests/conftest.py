@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import zlib
@@ -29,6 +30,9 @@ from tests.processes import agents_in, until
 from tests.readers.opening import SAMPLES, unpack
 from tests.selection import is_fast, starts_processes
 from tests.writing import VARIABLE
+
+_NEW = "TESTS_IN_NEW_CHECKOUT"
+"""Is there for workers of a run that finds no compiled module of tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,6 +75,22 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(profiles[0] if profiles else "short")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Fork the workers of the run, which would each import the same: 5 s of CPU."""
+    config = session.config
+    if not leftovers.leads(config) or not config.getoption("tx", None) or config.option.fast:
+        return (yield)
+    offspring.set_wanted("all", makers={"all": programs.workers})
+    written = any(Path(__file__).parent.glob("__pycache__/test_*.pyc"))
+    if not written and not sys.dont_write_bytecode:
+        os.environ[_NEW] = "yes"
+    try:
+        return (yield)
+    finally:
+        offspring.close()  # a worker in place of one that crashed is an interpreter
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave alone what `--fast` would not run: importing all tests takes longer than it may."""
     path = collection_path
@@ -109,12 +129,9 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Make tests and their modules, which stay to the end, the business of no collection."""
     gc.disable()
     try:
-        # In a new checkout the first worker's compiled modules and constants spare the others half.
-        with (
-            _one_first()
-            if os.environ.get("CI") and not leftovers.leads(session.config)
-            else nullcontext()
-        ):
+        # There the first worker's compiled modules and constants spare the others half.
+        new = os.environ.pop(_NEW, "") and not leftovers.leads(session.config)
+        with _one_first() if new else nullcontext():
             return (yield)
     finally:
         spare()

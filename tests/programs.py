@@ -22,6 +22,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -29,7 +30,7 @@ from ckptd.testing.ranks import _start_server
 from tests.offspring import have_them_forked, serve
 from tests.processes import PATIENCE_S
 
-__all__ = ["Program", "live", "live_forking", "run", "server", "zygote"]
+__all__ = ["Program", "live", "live_forking", "run", "server", "workers", "zygote"]
 
 STACKS_S = 5.0
 """To write them, on a busy machine."""
@@ -46,6 +47,13 @@ def zygote() -> Any:
 def server(theirs: socket.socket) -> Any:
     """Start what forks, for this process, what it starts with its own interpreter."""
     process = zygote().Process(target=serve, args=(theirs, live_forking))
+    process.start()
+    return process
+
+
+def workers(theirs: socket.socket) -> Any:
+    """Start what forks pytest-xdist's workers, each with a process like the `zygote` of its own."""
+    process = zygote().Process(target=serve, args=(theirs, _live_with_zygote))
     process.start()
     return process
 
@@ -174,6 +182,33 @@ def _be(
 def live_forking(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     """Be a program in this process, and have forked what it starts with its own interpreter."""
     have_them_forked(live_forking)
+    live(words, env, cwd)
+
+
+def _live_with_zygote(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Be a program in this process, whose `zygote` is a fork of its own, and not an interpreter.
+
+    What each would import costs 3 s of CPU.
+    """
+    known: Any = forkserver._forkserver
+    os.close(known._forkserver_alive_fd)  # of the run's, which ends with the run
+    untyped: Any = connection
+    address, (alive, ours) = untyped.arbitrary_address("AF_UNIX"), os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        if (pid := os.fork()) == 0:
+            try:
+                os.close(ours)
+                os.dup2(2, 1)  # nobody else holds the pipes to the one that has started the worker
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                forkserver.main(listener.detach(), alive, [])
+            finally:
+                os._exit(0)
+    os.close(alive)
+    known._forkserver_address, known._forkserver_alive_fd = address, ours
+    known._forkserver_pid = pid
     live(words, env, cwd)
 
 
