@@ -104,12 +104,13 @@ def test_kills_end_in_the_same_bytes(
     kills, ends, resumed = 0, 0, 0
     moments = random.Random(11)
     shutil.rmtree(target)
-    while kills < wanted_kills:
+    while kills < wanted_kills or not resumed:
         before = len(parts(target))
         child = ask(zygote, args)
         if kills % 2:  # the machine may be slower now: so that some files are complete in any case
             wait_for_part(target, before, child)
-        time.sleep(moments.uniform(0, whole_s))
+        if kills % 4 != 1:  # every other time at once, while files are still to be written
+            time.sleep(moments.uniform(0, whole_s))
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         code = int(answer(zygote, "ended"))
@@ -126,7 +127,6 @@ def test_kills_end_in_the_same_bytes(
     assert answer(zygote, "ended") == "0"
     assert data_of(target) == wanted
     print(f"{kills} kills, {ends + 1} reshards ended, {resumed} runs went on with complete files")
-    assert resumed
 
 
 def test_a_target_of_fused_tensors_after_kills(
