@@ -176,6 +176,40 @@ def test_data_that_a_reader_holds_stays_even_without_its_record(scene: Scene) ->
     assert held.commit.folder in {i.key for i in scene.plan().items}
 
 
+def test_data_stays_for_a_reader_that_came_after_the_plan(scene: Scene) -> None:
+    """Another gc, which died, deleted the record after the reader had got hold of it."""
+    name = CommitName(30, 1)
+    plan = scene.plan()
+    with hold(Catalogue(scene.store), name) as held:
+        scene.store.delete([commit_key(name)])
+        report = run_gc(scene.store, plan)
+        assert (held.commit.folder, "pinned or leased") in {(i.key, w) for i, w in report.skipped}
+        assert missing_files(Catalogue(scene.store), held.commit) is None
+
+
+def test_no_data_goes_once_a_generation_is_claimed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may go on from what was given up when the plan was made."""
+    plan = scene.plan()
+    before = folders(scene.store)
+
+    def claimed(store: Store, folder: str, *, commit: bool = False) -> str:
+        mark = marks.put_mark(store, folder, commit=commit)
+        if not commit:
+            monkeypatch.undo()
+            Catalogue(store).claim(None, 1, "fresh")
+        return mark
+
+    monkeypatch.setattr("ckptd.checkpoint.root.gc.put_mark", claimed)
+    report = run_gc(scene.store, plan)
+    data = {i.key for i in plan.items if i.kind in ("data", "leftover")}
+    assert {i.key: w for i, w in report.skipped if i.key in data} == dict.fromkeys(
+        data, "a generation was claimed"
+    )
+    assert folders(scene.store) == before
+
+
 def test_pins_and_leases_that_matter_again_stay(scene: Scene) -> None:
     c = Catalogue(scene.store)
     name = CommitName(10, 1)
