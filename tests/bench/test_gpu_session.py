@@ -16,7 +16,7 @@ import pytest
 
 from bench import gpu_session
 from bench.gpu_session import AIMS, CALL_S, CHECKS, Record, collect, section, verdicts
-from tests.processes import lives, until
+from tests.processes import PATIENCE_S, lives, until
 from tests.simdevice import run
 from tests.simulated import ON_SIMULATED_DEVICES
 
@@ -75,7 +75,7 @@ def driver(folder: Path, *names: str) -> subprocess.Popen[bytes]:
 
 def test_checks_that_hang_crash_or_fail_are_lines_and_the_next_one_runs(tmp_path: Path) -> None:
     session = driver(tmp_path, "hangs", "crashes", "fails", "exits", "real", "late", "good")
-    assert session.wait(60) == 0
+    assert session.wait(PATIENCE_S) == 0
     found = collect(tmp_path / "out")
     ended = {name: (end["result"], end["why"]) for name, end in found.ends.items()}
     assert ended.pop("late")[0] == "skipped"  # nothing of a call is left for it

@@ -22,6 +22,7 @@ from ckptd.cli.screen import screen
 from ckptd.cli.terminal import printing, unfiltered
 from ckptd.errors import CkptdError, one_line, printable
 from tests.cli.running import COMMAND, Cli
+from tests.processes import PATIENCE_S
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\x7f\r"
 
@@ -138,7 +139,7 @@ def test_on_a_terminal_only_our_own_colours_are_escapes(tmp_path: Path) -> None:
     except OSError:  # the other end is closed
         pass
     os.close(ours)
-    assert process.wait(60) != 0
+    assert process.wait(PATIENCE_S) != 0
     text = said.decode().replace("\x1b[1;31merror:\x1b[0m", "error:", 1)
     assert text.startswith("error:")
     assert "evil" in text

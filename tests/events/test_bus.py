@@ -62,7 +62,7 @@ def test_a_slow_subscriber_loses_events_and_they_are_counted() -> None:
     go, heard = threading.Event(), []
 
     def slow(event: AnyEvent) -> None:
-        go.wait(30)
+        go.wait(PATIENCE_S)
         heard.append(event.step)
 
     subscription = events.subscribe(slow, capacity=5)

@@ -20,6 +20,7 @@ from ckptd.errors import StoreError
 from ckptd.events.event import SaveBegun, SaveFailed
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.sink import JsonlSink
+from tests.processes import PATIENCE_S
 
 
 def begun(step: int) -> SaveBegun:
@@ -155,7 +156,7 @@ def python(code: str, folder: Path) -> subprocess.Popen[str]:
 
 def ended(code: str, folder: Path) -> int:
     with python(code, folder) as process:
-        return process.wait(60)
+        return process.wait(PATIENCE_S)
 
 
 EMIT = """

@@ -26,6 +26,7 @@ from ckptd.monitor.ring import (
     RingWriter,
     read,
 )
+from tests.processes import PATIENCE_S
 
 SMALL = RingShape(slots=8, groups=3, members=6, texts=4)
 ME = RingIdentity(rank=1, world=8, job="job", node="node-a", generation=3)
@@ -196,7 +197,7 @@ def test_read_while_it_is_written_and_after_the_writer_died(tmp_path: Path) -> N
     writer = context.Process(target=_write_for_ever, args=(path, ready), daemon=True)
     writer.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(PATIENCE_S)
         with RingReader(path) as reader:
             for _ in range(500):
                 calls = reader.view().calls
@@ -206,7 +207,7 @@ def test_read_while_it_is_written_and_after_the_writer_died(tmp_path: Path) -> N
     finally:
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
-        writer.join(60)
+        writer.join(PATIENCE_S)
     view = read(path)
     assert len(view.calls) >= SMALL.slots - 1
     assert view.groups["entered"][0] > 50

@@ -11,7 +11,7 @@ from torch import nn
 
 import ckptd
 from ckptd.errors import CkptdError, NotFoundError, UsageError
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 ONE = "mesh O = x:1\nspace s { w[n m]; v[n] }\nlayout one of s on O { w = w[n m]; v = v[n] }\n"
 
@@ -44,7 +44,7 @@ class Pair:
 
     def publish(self, step: int) -> None:
         self.state["model"]["w"].normal_()
-        assert self.publisher.publish(step, self.state, wait_s=20.0).wait(20.0)
+        assert self.publisher.publish(step, self.state, wait_s=20.0).wait(PATIENCE_S)
 
 
 @pytest.fixture(params=["connection", "store"])

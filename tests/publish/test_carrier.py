@@ -107,7 +107,7 @@ def _frozen(at: str) -> bool:
     full = torch.arange(6000.0).view(60, 100)
     if rank == 0:
         publisher = ckptd.Publisher(layout, at, process_group=alone[0], carrier=carrier)
-        publisher.publish(1, {"m": {"w": full}}).wait(30.0)
+        publisher.publish(1, {"m": {"w": full}}).wait(PATIENCE_S)
         store.set("pid", str(os.getpid()))
         store.wait(["done"])
         publisher.close()

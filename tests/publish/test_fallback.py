@@ -154,7 +154,7 @@ def world(place: str, root: str) -> list[str]:
         for name, tensor in chunks(whole(2), rank, 2).items():
             module.get_parameter(name).data.copy_(tensor)
         with ckptd.Publisher(TRAINER, place) as publisher:
-            assert publisher.publish(2, {"model": module}).wait(60)
+            assert publisher.publish(2, {"model": module}).wait(PATIENCE_S)
             report = subscriber.update(wait_s=60)
         assert report is not None
         assert report.version.number

@@ -15,7 +15,7 @@ import torch
 import ckptd
 from ckptd.publish.messages import ServerEntry
 from ckptd.publish.passing import Sources
-from tests.processes import kill, until
+from tests.processes import PATIENCE_S, kill, until
 from tests.programs import Program
 from tests.publish.passworker import Done, values_of
 from tests.reshard.torch.layout.jobs import whole
@@ -40,7 +40,7 @@ class Cluster:
     def publish(self) -> str:
         """Publish; return the digest of what workers are to hold."""
         self.step += 1
-        assert self.publisher.publish(self.step, {"model": self.full}, wait_s=60).wait(60)
+        assert self.publisher.publish(self.step, {"model": self.full}, wait_s=60).wait(PATIENCE_S)
         return values_of(fused(self.full))
 
     def change(self) -> None:

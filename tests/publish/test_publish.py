@@ -75,7 +75,7 @@ class Pair:
     def publish(self) -> None:
         self.step += 1
         publication = self.publisher.publish(self.step, {"model": self.full})
-        assert publication.wait(30)
+        assert publication.wait(PATIENCE_S)
 
     def update(self) -> Any:
         report = self.subscriber.update(wait_s=30)
@@ -203,7 +203,7 @@ def test_of_a_large_tensor_the_blocks_that_changed_travel(tmp_path: Path) -> Non
     ):
         needed = []
         for _ in range(3):
-            publisher.publish(1, {"model": full}).wait(30)
+            publisher.publish(1, {"model": full}).wait(PATIENCE_S)
             report = subscriber.update(wait_s=30)
             assert report is not None
             assert torch.equal(into["a.weight"], full["a.weight"].t())
@@ -322,7 +322,7 @@ def test_a_slot_is_waited_for_as_long_as_that_is_asked_for(tmp_path: Path) -> No
         assert pair.publisher.publish(3, state, wait_s=0.5).skipped
         release = threading.Timer(0.5, pair.subscriber._let_go)
         release.start()
-        assert pair.publisher.publish(4, state, wait_s=30.0).wait(30)
+        assert pair.publisher.publish(4, state, wait_s=30.0).wait(PATIENCE_S)
         release.join()
 
 
@@ -375,7 +375,7 @@ def test_nothing_newer_and_nobody_there(tmp_path: Path) -> None:
         assert subscriber.update() is None
         with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
             assert subscriber.update() is None  # it has published nothing
-            publisher.publish(1, {"model": whole(1)}).wait(30)
+            publisher.publish(1, {"model": whole(1)}).wait(PATIENCE_S)
             assert subscriber.update() is not None
             assert subscriber.update() is None
     assert differing(dict(into.state_dict()), fused(whole(1))) == []
@@ -397,7 +397,7 @@ def refused(at: Path, layout: str, into: Any, **options: Any) -> CkptdError:
 def test_what_does_not_fit_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     at = tmp_path / "at"
     with ckptd.Publisher(WHOLE, at) as publisher:
-        publisher.publish(1, {"model": whole(1)}).wait(30)
+        publisher.publish(1, {"model": whole(1)}).wait(PATIENCE_S)
         large = {
             n: torch.cat([t, t]) if "embed" in n or n == "head.weight" else t
             for n, t in fused(whole(2)).items()
@@ -467,11 +467,12 @@ def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
             publisher.publish(1, {"model": some})
         assert "no shape determines" in caught.value.message
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
-        publisher.publish(1, {"model": whole(1)}).wait(30)
+        publisher.publish(1, {"model": whole(1)}).wait(PATIENCE_S)
         with pytest.raises(UsageError) as caught:
             publisher.publish(2, {"model": {n: t.double() for n, t in whole(1).items()}})
         assert "the state's tensors differ from those of the first publish" in caught.value.message
-        assert publisher.publish(3, {"model": whole(1)}).wait(30)  # the slot of step 2 is free
+        # The slot of step 2 is free.
+        assert publisher.publish(3, {"model": whole(1)}).wait(PATIENCE_S)
 
 
 def test_what_a_rank_sent_before_it_died_counts(tmp_path: Path) -> None:
@@ -534,7 +535,7 @@ def test_transposed_interleaved_and_cast(tmp_path: Path, far: bool) -> None:
         ckptd.Subscriber(CASTS, into, tmp_path / "at") as subscriber,
     ):
         subscriber._far = far
-        publisher.publish(1, {"model": whole(1)}).wait(30)
+        publisher.publish(1, {"model": whole(1)}).wait(PATIENCE_S)
         report = subscriber.update(wait_s=30)
         assert report is not None
         wanted = cast(whole(1))
@@ -554,18 +555,18 @@ def test_more_than_the_budget_is_written_as_it_comes_if_that_is_asked_for(tmp_pa
         ) as subscriber,
     ):
         subscriber._far = True
-        publisher.publish(1, {"model": whole(1)}).wait(30)
+        publisher.publish(1, {"model": whole(1)}).wait(PATIENCE_S)
         report = subscriber.update(wait_s=30)
         assert report is not None
         assert differing(dict(into.state_dict()), fused(whole(1))) == []
         assert report.bytes_received == report.bytes_needed > 3 * 5000
         assert report.staged_bytes == 0
         changed = whole(1) | {CHANGED: whole(2)[CHANGED]}
-        publisher.publish(2, {"model": changed}).wait(30)
+        publisher.publish(2, {"model": changed}).wait(PATIENCE_S)
         assert subscriber.update(wait_s=30).bytes_needed == changed[CHANGED].nbytes
         assert differing(dict(into.state_dict()), fused(changed)) == []
 
-        publisher.publish(3, {"model": whole(3)}).wait(30)
+        publisher.publish(3, {"model": whole(3)}).wait(PATIENCE_S)
         read = ServerLink.read
         calls = []
 
@@ -599,13 +600,13 @@ def test_a_value_that_does_not_fit_its_type_is_found_before_anything_is_written(
     ):
         subscriber._far = far
         full["layers.2.up.weight"][5, 5] = 1e6  # a float16 ends at 65504
-        publisher.publish(1, {"model": full}).wait(30)
+        publisher.publish(1, {"model": full}).wait(PATIENCE_S)
         with pytest.raises(UsageError) as caught:
             subscriber.update(wait_s=30)
         assert "a value does not fit the type it is cast" in caught.value.message
         assert not caught.value.state_corrupted
         assert differing(dict(into.state_dict()), before) == []
-        publisher.publish(2, {"model": whole(2)}).wait(30)
+        publisher.publish(2, {"model": whole(2)}).wait(PATIENCE_S)
         assert subscriber.update(wait_s=30) is not None
         assert differing(dict(into.state_dict()), cast(whole(2))) == []
 
@@ -639,7 +640,7 @@ def test_a_value_that_does_not_fit_is_found_where_the_sender_does_not_cast(
         ckptd.Subscriber(f"# layout rollout\n{program}", {"m": into}, tmp_path / "at") as to,
     ):
         to._far = True
-        publisher.publish(1, {"m": full}).wait(30)
+        publisher.publish(1, {"m": full}).wait(PATIENCE_S)
         with pytest.raises(UsageError) as caught:
             to.update(wait_s=30)
     assert (caught.value.message, caught.value.state_corrupted) == (
@@ -678,7 +679,7 @@ def test_tied_embeddings_and_stacked_experts(tmp_path: Path) -> None:
         ckptd.Publisher(f"# layout src\n{TIED}", at, budget_bytes=2 * 640) as publisher,
         ckptd.Subscriber(f"# layout dst\n{TIED}", {"m": into}, at) as subscriber,
     ):
-        publisher.publish(1, {"m": full}).wait(30)  # of the tied tensor a slot has one copy
+        publisher.publish(1, {"m": full}).wait(PATIENCE_S)  # of the tied tensor a slot has one copy
         assert subscriber.update(wait_s=30) is not None
     assert torch.equal(into["embed.weight"], embed)
     assert torch.equal(into["lm.weight"], embed)
@@ -743,7 +744,7 @@ def test_names_with_globs_are_those_that_the_trainer_and_the_worker_have(
         ckptd.Publisher(f"# layout trainer\n{program}", tmp_path / "at") as publisher,
         ckptd.Subscriber(f"# layout rollout\n{program}", {"m": into}, tmp_path / "at") as to,
     ):
-        assert publisher.publish(1, {"m": full}).wait(30)
+        assert publisher.publish(1, {"m": full}).wait(PATIENCE_S)
         assert to.update(wait_s=30) is not None
     for found, wanted in zip(into.values(), full.values(), strict=True):
         assert torch.equal(found, wanted)
@@ -790,7 +791,7 @@ def test_a_subscriber_keeps_no_tensor_that_its_engine_has_freed(tmp_path: Path) 
         ckptd.Subscriber(layout, {"m": state}, tmp_path / "at") as subscriber,
     ):
         for step in (1, 2, 3):
-            publisher.publish(step, {"model": full}).wait(30)
+            publisher.publish(step, {"model": full}).wait(PATIENCE_S)
             assert subscriber.update(wait_s=30) is not None
             assert torch.equal(state["a.weight"], full["a.weight"])
             plan = subscriber._plan

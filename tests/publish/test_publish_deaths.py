@@ -81,7 +81,7 @@ def lost_server(place: str) -> list[str]:
     state = {"model": Tree(chunks(whole(1), rank, 2))}
     found = []
     with ckptd.Publisher(TRAINER, place) as publisher:
-        assert publisher.publish(1, state).wait(60)
+        assert publisher.publish(1, state).wait(PATIENCE_S)
         if rank == 1:
             kill(publisher.server_pid)
             wait_for_end(publisher.server_pid)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ckptd
 from ckptd.publish.carrier import WeightCarrier
 from ckptd.testing.carrier import CarrierContract
+from tests.processes import PATIENCE_S
 from tests.reshard.torch.layout.jobs import Tree, differing, whole
 from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
 from tests.simdevice import installed, run, run_simulated_ranks, simulated_play
@@ -40,7 +41,7 @@ def steps(at: str, far: bool) -> list[str]:
                 module.get_parameter(name).grad = None  # these rest
             publication = publisher.publish(step, {"model": module, "optim": optimizer})
             optimizer.step()  # waits for what it would overwrite, and nothing else does
-            assert publication.wait(60)
+            assert publication.wait(PATIENCE_S)
             report = subscriber.update(wait_s=60)
             assert report is not None
             here = {n: t.cpu() for n, t in into.state_dict().items()}
@@ -51,7 +52,7 @@ def steps(at: str, far: bool) -> list[str]:
         with torch.no_grad():
             into.get_parameter("norm.weight").data[3] = 5.0
         publication = publisher.publish(4, {"model": module, "optim": optimizer})
-        assert publication.wait(60)
+        assert publication.wait(PATIENCE_S)
         assert subscriber.update(wait_s=60) is not None
         here = {n: t.cpu() for n, t in into.state_dict().items()}
         wanted = {n: t.detach().cpu() for n, t in module.state_dict().items()}
@@ -97,7 +98,7 @@ def between_devices(at: str) -> list[float]:
                 optimizer.step()
                 publication = publisher.publish(step, {"m": {"w": weight}, "optim": optimizer})
                 optimizer.step()  # behind the copy
-                assert publication.wait(60)
+                assert publication.wait(PATIENCE_S)
                 store.set(f"published {step}", "")
                 store.wait([f"had {step}"])
         carrier.close()

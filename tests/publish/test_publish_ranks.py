@@ -31,7 +31,7 @@ def world(place: str, far: bool) -> list[list[str]]:
                     module.get_parameter(name).data.copy_(tensor)
                 publication = publisher.publish(step, {"model": module})
                 assert not publication.skipped
-                assert publication.wait(60)
+                assert publication.wait(PATIENCE_S)
                 dist.barrier()
                 dist.barrier()
         return found
@@ -67,7 +67,7 @@ def rollouts(place: str) -> list[tuple[list[str], int, int]]:
             for step in (1, 2, 3):
                 for name, tensor in chunks(whole(step), rank, 2).items():
                     module.get_parameter(name).data.copy_(tensor)
-                assert publisher.publish(step, {"model": module}, wait_s=60).wait(60)
+                assert publisher.publish(step, {"model": module}, wait_s=60).wait(PATIENCE_S)
                 dist.barrier()
                 dist.barrier()
         return []
@@ -115,7 +115,7 @@ def often(place: str) -> list[object]:
             try:
                 publication = publisher.publish(step, {} if bad and rank else state)
                 assert not publication.skipped
-                publication.wait(60)
+                publication.wait(PATIENCE_S)
             except CkptdError as error:
                 ends.append(error.kind if error.kind == "aborted" else error.message)
             subscriber.update()
@@ -124,7 +124,7 @@ def often(place: str) -> list[object]:
                 keys.append(store.num_keys())
                 dist.barrier()
         assert publication is not None
-        assert publication.wait(60)
+        assert publication.wait(PATIENCE_S)
         assert first.wait(0.0)  # long ago
     assert differing(dict(part.state_dict()), worker_part(whole(1), rank)) == []
     return [keys, ends]

@@ -47,7 +47,7 @@ def live(place: str) -> list[str]:
             with ckptd.Publisher(ONE, at, process_group=groups[0]) as publisher:
                 for step in (1, 2, 2):
                     change(source, step)
-                    assert publisher.publish(step, {"model": source}).wait(60)
+                    assert publisher.publish(step, {"model": source}).wait(PATIENCE_S)
                     dist.barrier()
                     dist.barrier()
             continue
@@ -84,7 +84,7 @@ def test_extra_state_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
         ckptd.Publisher(ONE, tmp_path / "at") as publisher,
         ckptd.Subscriber(ONE, into, tmp_path / "at") as subscriber,
     ):
-        publisher.publish(1, {"model": Plain()}).wait(30)
+        publisher.publish(1, {"model": Plain()}).wait(PATIENCE_S)
         into.count = 4  # it came later
         with pytest.raises(UsageError) as caught:
             subscriber.update(wait_s=30)
@@ -103,7 +103,7 @@ def test_a_hook_that_fails_leaves_no_version(tmp_path: Path) -> None:
         ckptd.Publisher(ONE, tmp_path / "at") as publisher,
         ckptd.Subscriber(ONE, into, tmp_path / "at") as subscriber,
     ):
-        publisher.publish(1, {"model": Plain()}).wait(30)
+        publisher.publish(1, {"model": Plain()}).wait(PATIENCE_S)
         with pytest.raises(UsageError) as caught:
             subscriber.update(wait_s=30)
         assert caught.value.state_corrupted

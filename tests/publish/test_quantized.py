@@ -24,6 +24,7 @@ from ckptd.publish.messages import BlockRead, PublishedAbout, PublishedTensor, T
 from ckptd.publish.quantized import ScaleMemory, quantized_tensors
 from ckptd.publish.tiles import along_axes
 from ckptd.types import dtype_of
+from tests.processes import PATIENCE_S
 from tests.publish.test_pull import ArrayServer
 from tests.reshard.live.test_move import pair
 from tests.reshard.live.world import Values, memories
@@ -261,7 +262,7 @@ def test_a_rollout_of_blocks_follows_a_trainer(tmp_path: Path, far: bool) -> Non
         def update() -> Any:
             nonlocal step
             step += 1
-            assert publisher.publish(step, {"m": full}).wait(30)
+            assert publisher.publish(step, {"m": full}).wait(PATIENCE_S)
             report = subscriber.update(wait_s=30)
             assert report is not None
             assert wrong(into, full) == []
@@ -278,7 +279,7 @@ def test_a_rollout_of_blocks_follows_a_trainer(tmp_path: Path, far: bool) -> Non
         assert 0 < update().bytes_needed < every / 2
         full["layers.0.gate.weight"][0, 0] = torch.inf
         held = {n: t.clone() for n, t in into.items()}
-        assert publisher.publish(step + 1, {"m": full}).wait(30)
+        assert publisher.publish(step + 1, {"m": full}).wait(PATIENCE_S)
         with pytest.raises(UsageError) as caught:
             subscriber.update(wait_s=30)
         assert (caught.value.message, caught.value.where) == (
@@ -295,7 +296,7 @@ def test_a_second_rollout_of_blocks_takes_all_of_the_first(tmp_path: Path) -> No
     full, at = weights(1), tmp_path / "at"
     found = []
     with ckptd.Publisher(TRAINER, at) as publisher, contextlib.ExitStack() as ends:
-        assert publisher.publish(1, {"m": full}).wait(30)
+        assert publisher.publish(1, {"m": full}).wait(PATIENCE_S)
         for _ in range(2):
             into = empty(full)
             one = ckptd.Subscriber(ROLLOUT, {"m": into}, at, pass_on=True)
@@ -319,7 +320,7 @@ def test_blocks_that_come_as_they_are_written_have_their_scales(tmp_path: Path) 
         ) as subscriber,
     ):
         subscriber._far = True
-        assert publisher.publish(1, {"m": full}).wait(30)
+        assert publisher.publish(1, {"m": full}).wait(PATIENCE_S)
         assert subscriber.update(wait_s=30) is not None
         assert wrong(into, full) == []
 
@@ -327,7 +328,7 @@ def test_blocks_that_come_as_they_are_written_have_their_scales(tmp_path: Path) 
 def refusal(at: Path, into: dict[str, torch.Tensor], layout: str = ROLLOUT) -> CkptdError:
     full = weights(3)
     with ckptd.Publisher(TRAINER, at) as publisher:
-        assert publisher.publish(1, {"m": full}).wait(30)
+        assert publisher.publish(1, {"m": full}).wait(PATIENCE_S)
         with pytest.raises(CkptdError) as caught, ckptd.Subscriber(layout, {"m": into}, at) as to:
             to.update(wait_s=30)
     return caught.value

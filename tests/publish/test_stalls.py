@@ -20,7 +20,7 @@ from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.errors import CkptdError
 from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.programs import Program
 from tests.publish.kills import slots_of
 from tests.reshard.torch.layout.jobs import Tree, differing, whole
@@ -59,7 +59,7 @@ def test_a_server_that_is_stopped_is_waited_for_once(
     tmp_path: Path, subscriber: ckptd.Subscriber
 ) -> None:
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
-        assert publisher.publish(1, STATE).wait(30)
+        assert publisher.publish(1, STATE).wait(PATIENCE_S)
         with stopped(publisher.server_pid):
             begun = time.monotonic()  # not connected: neither by the Unix socket nor over TCP
             assert subscriber.update(1.0) is None
@@ -78,7 +78,7 @@ def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(
     subscriber._far, subscriber._answer_s = True, BUSY_S
     monkeypatch.setattr(pull, "_MESSAGE_BYTES", 1 << 10)
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
-        assert publisher.publish(1, STATE).wait(30)
+        assert publisher.publish(1, STATE).wait(PATIENCE_S)
         calls = 0
         read = ServerLink.read
 
@@ -104,7 +104,7 @@ def test_a_trainer_waits_once_for_a_leader_that_is_stopped(
 ) -> None:
     monkeypatch.setattr(client, "_ANSWER_S", 1.0)
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
-        assert publisher.publish(1, STATE).wait(30)
+        assert publisher.publish(1, STATE).wait(PATIENCE_S)
         with stopped(publisher.server_pid):
             begun = time.monotonic()
             for step in range(2, 20):
@@ -112,9 +112,9 @@ def test_a_trainer_waits_once_for_a_leader_that_is_stopped(
                 assert "does not answer" in publication.skipped
             assert 1.0 <= time.monotonic() - begun < 1.0 + BUSY_S
         publication = publisher.publish(20, STATE, wait_s=30.0)
-        assert publication.wait(30)
+        assert publication.wait(PATIENCE_S)
         for step in range(21, 25):  # no slot is lost
-            assert publisher.publish(step, STATE).wait(30)
+            assert publisher.publish(step, STATE).wait(PATIENCE_S)
 
 
 def test_a_publisher_is_abandoned_without_waits(
@@ -125,11 +125,11 @@ def test_a_publisher_is_abandoned_without_waits(
     rest = Snapshot.copy_rest
 
     def slow(snapshot: Snapshot) -> None:
-        go_on.wait(60)
+        go_on.wait(PATIENCE_S)
         rest(snapshot)
 
     publisher = ckptd.Publisher(WHOLE, tmp_path / "at")
-    assert publisher.publish(1, STATE).wait(30)
+    assert publisher.publish(1, STATE).wait(PATIENCE_S)
     monkeypatch.setattr(Snapshot, "copy_rest", slow)
     publication = publisher.publish(2, STATE)
     begun = time.monotonic()
@@ -141,7 +141,7 @@ def test_a_publisher_is_abandoned_without_waits(
     go_on.set()
     assert wait_for_copying(time.monotonic() + 30.0)
     with pytest.raises(CkptdError):
-        publication.wait(30)
+        publication.wait(PATIENCE_S)
     report = subscriber.update(10.0)
     assert report is None or report.version.step == 1  # whole, while its server is there
 
@@ -184,7 +184,7 @@ def test_a_worker_that_is_stopped_in_a_pull_holds_up_nothing_and_goes_on_with_th
     lease_s, last = 1.0, 8
     pulling = tmp_path / "pulling"
     with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:
-        assert publisher.publish(1, STATE).wait(30)
+        assert publisher.publish(1, STATE).wait(PATIENCE_S)
         worker = Program("-c", WORKER, tmp_path / "at", pulling, str(last))
         until(pulling.exists, "the worker pulls")
         with stopped(worker.pid):
@@ -192,7 +192,7 @@ def test_a_worker_that_is_stopped_in_a_pull_holds_up_nothing_and_goes_on_with_th
             for step in range(2, last + 1):
                 # The other slot is filled again and again, and after the lease this one.
                 publication = publisher.publish(step, {"model": whole(step)})
-                assert publication.wait(30)
+                assert publication.wait(PATIENCE_S)
                 time.sleep(2 * lease_s / last)
             assert time.monotonic() - begun > lease_s
             assert len(slots_of(publisher.server_pid)) <= 2  # what it held is its own
@@ -210,7 +210,7 @@ def test_the_lease_of_a_pull_that_gets_on_is_renewed(
     monkeypatch.setattr(pull, "_MESSAGE_BYTES", 1 << 10)
     read, lease_s, calls = ServerLink.read, 0.5, 0
     with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:
-        assert publisher.publish(1, STATE).wait(30)
+        assert publisher.publish(1, STATE).wait(PATIENCE_S)
 
         def slow(*args: Any) -> Any:
             nonlocal calls
@@ -218,7 +218,7 @@ def test_the_lease_of_a_pull_that_gets_on_is_renewed(
             time.sleep(0.1)
             if calls % 4 == 0:  # the trainer goes on: each time a slot is filled
                 publication = publisher.publish(1 + calls, STATE)
-                assert publication.skipped or publication.wait(30)
+                assert publication.skipped or publication.wait(PATIENCE_S)
             return read(*args)
 
         monkeypatch.setattr(ServerLink, "read", slow)

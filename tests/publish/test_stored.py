@@ -41,7 +41,7 @@ from ckptd.store import open_store
 from ckptd.store.base import Store
 from tests.lay.test_copies import composed
 from tests.lay.test_live import PAIRS
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.publish.deltaworld import PATTERNS, DeltaServer, Weights
 from tests.publish.storedworld import StoredWorld, small_blocks
 from tests.publish.test_chains import DTYPES, ONE
@@ -374,7 +374,7 @@ def test_whatever_ends_a_share_its_version_is_given_up_and_the_next_is_stored(
             ends.set()
             server._ended.set()
             for thread in threads:
-                thread.join(20.0)
+                thread.join(PATIENCE_S)
     assert [i.key[-12:] for i in store.list(stored.VERSIONS)] == [f"{2:012d}"]
 
 
@@ -389,7 +389,7 @@ def test_no_request_of_a_pull_that_failed_fills_a_mirror_later_on(
         if "full" not in key or not start:
             return get(self, key, start, end)
         if start < 2000:  # of two pieces the first
-            assert begun.wait(20.0)
+            assert begun.wait(PATIENCE_S)
             raise TransientStoreError("injected")
         begun.set()
         time.sleep(0.2)
@@ -502,7 +502,7 @@ def test_a_rank_whose_server_never_asks_holds_nothing_up(monkeypatch: pytest.Mon
     finally:
         desk.gone("rank 0")
         ends.set()
-        thread.join(20.0)
+        thread.join(PATIENCE_S)
 
 
 def test_a_share_that_is_written_counts_whatever_its_rank_meets_next(
@@ -535,7 +535,7 @@ def test_a_share_that_is_written_counts_whatever_its_rank_meets_next(
             rank.publish(1, array)
             server._book.commit(1)
             assert desk.next(0, 20.0, "rank 1").number == 1
-            assert met.wait(20.0)
+            assert met.wait(PATIENCE_S)
             time.sleep(0.1)
             desk.done(1, 1, StoredShare(1, 0, b"", b""))
             until(lambda: desk._base == 1, "stored", within_s=10.0)
@@ -543,7 +543,7 @@ def test_a_share_that_is_written_counts_whatever_its_rank_meets_next(
             ends.set()
             server._ended.set()
             for thread in threads:
-                thread.join(20.0)
+                thread.join(PATIENCE_S)
 
 
 def test_whatever_ends_a_desk_the_trainer_learns_of(monkeypatch: pytest.MonkeyPatch) -> None:

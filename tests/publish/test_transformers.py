@@ -88,7 +88,7 @@ def trainer(folder: str) -> None:
             if dist.get_rank() == 0:
                 torch.save(whole, at / "draft")
                 (at / "draft").rename(at / f"step.{step}")
-            assert publisher.publish(step, {"model": model, "optim": optim}).wait(60)
+            assert publisher.publish(step, {"model": model, "optim": optim}).wait(PATIENCE_S)
             until(partial(has_both, at, step))
 
 

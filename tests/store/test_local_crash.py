@@ -17,6 +17,7 @@ import pytest
 from ckptd.store import FaultRule, FaultSpec, StoreSpec
 from ckptd.store.base import Store
 from ckptd.testing.store import pattern
+from tests.processes import PATIENCE_S
 from tests.programs import zygote
 from tests.store.places import refuse_link, skip_without_disk
 
@@ -71,7 +72,7 @@ def run_child() -> Callable[[StoreSpec, str], int | None]:
     def run(spec: StoreSpec, act: str) -> int | None:
         child = zygote().Process(target=act_in_child, args=(spec.to_json(), act))
         child.start()
-        child.join(60)
+        child.join(PATIENCE_S)
         if child.exitcode is None:
             child.kill()
         return child.exitcode  # type: ignore[no-any-return]

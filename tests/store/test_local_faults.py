@@ -15,6 +15,7 @@ from ckptd.errors import CkptdError, ConflictError, StoreError, TransientStoreEr
 from ckptd.store.local import LocalOptions, LocalStore
 from ckptd.store.osio import Os
 from ckptd.testing.store import pattern
+from tests.processes import PATIENCE_S
 from tests.store.test_local import MIB, leftovers, write
 
 # -- what the kernel says ------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class HangingOs(Os):
         self.go = threading.Event()
 
     def pwrite(self, fd: int, data: memoryview, offset: int, path: str) -> int:
-        self.go.wait(30)
+        self.go.wait(PATIENCE_S)
         return super().pwrite(fd, data, offset, path)
 
 

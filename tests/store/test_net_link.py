@@ -23,7 +23,7 @@ from ckptd.store.net import NetStore, StoreServer, new_secret
 from ckptd.store.net.messages import Complete
 from ckptd.store.net.session import Session
 from ckptd.testing.store import pattern
-from tests.processes import free_port, stop
+from tests.processes import PATIENCE_S, free_port, stop
 from tests.store.netserver import ServerProcess, server_process
 
 BIG = 32 << 20
@@ -97,13 +97,13 @@ def kill_while(server: ServerProcess, act: Callable[[], object], spec: StoreSpec
             started.set()
 
     def kill() -> None:
-        assert started.wait(60)
+        assert started.wait(PATIENCE_S)
         server.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
     assert lost(repeat, spec).kind == "link-lost"
-    killer.join(60)
+    killer.join(PATIENCE_S)
 
 
 def test_a_server_that_was_never_there(folder: Path) -> None:
@@ -174,14 +174,14 @@ def test_a_listener_that_is_no_server() -> None:
         with spec.open() as store:
             with pytest.raises(StoreError, match="another version of the protocol"):
                 store.get("a")
-        other.join(60)
+        other.join(PATIENCE_S)
 
 
 def test_close_wakes_a_call_that_waits(memory: MemoryStore) -> None:
     class Slow(MemoryStore):
         def sync(self, prefix: str) -> None:
             begun.set()
-            assert release.wait(60)
+            assert release.wait(PATIENCE_S)
 
     begun, release = threading.Event(), threading.Event()
     found: list[Exception] = []
@@ -196,9 +196,9 @@ def test_close_wakes_a_call_that_waits(memory: MemoryStore) -> None:
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_S)
         store.close()
-        waiter.join(60)
+        waiter.join(PATIENCE_S)
         release.set()
     assert isinstance(found[0], TransientStoreError)
 

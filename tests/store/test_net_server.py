@@ -34,7 +34,7 @@ from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
 from ckptd.store.net.messages import Complete, ObjectPiece
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.store.netserver import ServerProcess, server_process
 
 HEAD = struct.Struct("<II")
@@ -262,7 +262,7 @@ def test_a_false_server_is_found_out() -> None:
             with pytest.raises(StoreError) as caught:
                 store.put("a", b"told to nobody")
             assert caught.value.kind == "permission"
-        liar.join(60)
+        liar.join(PATIENCE_S)
         assert not liar.is_alive()
         assert not heard
 
@@ -288,7 +288,7 @@ def test_another_version_is_told() -> None:
             with pytest.raises(StoreError) as caught:
                 store.stat("a")
         assert "the server speaks another version of the protocol" in caught.value.message
-        newer.join(60)
+        newer.join(PATIENCE_S)
 
 
 # --- clients that are let in and misbehave --------------------------------------------------------
@@ -381,7 +381,7 @@ class _Recorder:
                 server.shutdown(socket.SHUT_WR)
             except OSError:
                 pass  # the server hung up
-            back.join(60)
+            back.join(PATIENCE_S)
             stream.close()
 
     @staticmethod
@@ -394,7 +394,7 @@ class _Recorder:
             pass  # the client hung up
 
     def close(self) -> None:
-        self._threads[0].join(60)
+        self._threads[0].join(PATIENCE_S)
         assert not self._threads[0].is_alive()
         self._listener.close()
 

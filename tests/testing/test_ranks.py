@@ -240,7 +240,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         until(lambda: sum(bool(f.read_text()) for f in pids.iterdir()) == 2)
     finally:
         harness.kill()
-        harness.wait(10)
+        harness.wait(PATIENCE_S)
     assert_all_end([int(pid) for f in pids.iterdir() for pid in f.read_text().split()])
 
 

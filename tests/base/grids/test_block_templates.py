@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ckptd.base.grids.block import Templates
+from tests.processes import PATIENCE_S
 
 
 def test_the_longest_unused_goes_first() -> None:
@@ -47,6 +48,6 @@ def test_threads_share_it() -> None:
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(PATIENCE_S)
     assert not any(t.is_alive() for t in threads)
     assert 0 < kept.weight <= 40

@@ -15,7 +15,7 @@ import pytest
 
 from ckptd.base.runtime import guarded
 from ckptd.base.runtime.guarded import GuardedMapping
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 SIZE = 3 * 4096 + 100
 
@@ -89,7 +89,7 @@ def test_who_shortens_the_file_waits_and_later_ranges_are_read(
         with mapping.touching(0, 100) as more:
             assert more is None  # or it would wait for longer and longer
         assert data[-1] == (SIZE - 1) % 256
-    assert done.wait(30.0)
+    assert done.wait(PATIENCE_S)
     with mapping.touching(0, 100) as data:
         assert data is None
 
@@ -109,7 +109,7 @@ def test_pages_that_came_too_slowly_are_read(
     monkeypatch.setattr(mapping, "_populate", slow)
     with mapping.touching(0, 100) as data:
         assert data is None
-    threads[0].join(30.0)
+    threads[0].join(PATIENCE_S)
     assert path.stat().st_size == 5
 
 

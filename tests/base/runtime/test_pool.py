@@ -8,6 +8,7 @@ import time
 import pytest
 
 from ckptd.base.runtime.pool import run_all
+from tests.processes import PATIENCE_S
 
 
 def test_nothing_is_written_once_an_interrupted_call_has_ended() -> None:
@@ -21,7 +22,7 @@ def test_nothing_is_written_once_an_interrupted_call_has_ended() -> None:
         ended.append(task)
 
     def interrupt() -> int:
-        begun.wait(10.0)
+        begun.wait(PATIENCE_S)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -17,6 +17,7 @@ from ckptd.checkpoint.root.gc import plan_gc, run_gc
 from ckptd.checkpoint.tools.verify import check_records, verify
 from ckptd.store import open_store
 from tests.checkpoint.compat.training import Training
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -58,7 +59,7 @@ def test_it_is_loaded_and_goes_on(root: Path) -> None:
         assert torch.equal(state["w"], weights(4))
         handle = ck.save(5, {"w": weights(5), "step": 5})
         assert handle is not None
-        handle.durable(60)
+        handle.durable(PATIENCE_S)
     catalogue = Catalogue(open_store(str(root)))
     assert catalogue.line() == [CommitName(1, 1), CommitName(4, 3), CommitName(5, 4)]
     run_gc(catalogue.store, plan_gc(catalogue, 1, abandoned_s=0.0))
@@ -96,6 +97,6 @@ def test_a_training_of_before_the_slices_goes_on(tmp_path: Path) -> None:
         assert torch.equal(resumed.others["list"][1]["b"], torch.full((2, 2), 1))
         assert state["mine"].value == {"count": 1}
         assert all(torch.equal(resumed.step(), step) for step in expected)
-        ck.save(5, resumed.state()).durable(60)
+        ck.save(5, resumed.state()).durable(PATIENCE_S)
     catalogue = Catalogue(open_store(str(root)))
     assert all(verify(catalogue, name).ok for name in catalogue.commits())

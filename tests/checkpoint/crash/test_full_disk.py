@@ -21,6 +21,7 @@ from tests.checkpoint.crash.judge import assert_only_legal, clean
 from tests.checkpoint.crash.mounts import Mounted, tmpfs
 from tests.checkpoint.crash.places import LocalPlace
 from tests.checkpoint.save.saving import SHAPES, Job, Keep, fill, plan_of, values
+from tests.processes import PATIENCE_S
 
 __all__ = ["tmpfs"]
 
@@ -53,7 +54,7 @@ def written(job: Job, seed: int, shapes: Mapping[str, tuple[int, ...]]) -> bytes
 
 def failure(handle: SaveHandle) -> CkptdError | None:
     try:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     except CkptdError as error:
         return error
     return None
@@ -61,11 +62,11 @@ def failure(handle: SaveHandle) -> CkptdError | None:
 
 def test_a_full_disk_fails_that_save_only(place: LocalPlace, tmpfs: Mounted) -> None:
     job = Job(place.spec, plan=plan_of(BIG))
-    job.save(1, values(1, BIG)).durable(60.0)
+    job.save(1, values(1, BIG)).durable(PATIENCE_S)
     ballast = tmpfs.fill(leave=1 << 20)
     handle = job.save(2, values(2, BIG), attempt="0002")
     with pytest.raises(StoreError) as caught:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     error = caught.value
     assert error.kind == "no-space"
     assert (error.where or "").startswith(f"{place.root}/data/000000000002-g00000001-0002/r00000")
@@ -74,7 +75,7 @@ def test_a_full_disk_fails_that_save_only(place: LocalPlace, tmpfs: Mounted) -> 
     assert tmpfs.free() >= (1 << 20) - 4 * PAGE
     assert read(place.store, 1) == written(job, 1, BIG)
     ballast.unlink()
-    job.save(3, values(3, BIG), attempt="0003").durable(60.0)
+    job.save(3, values(3, BIG), attempt="0003").durable(PATIENCE_S)
     assert read(place.store, 3) == written(job, 3, BIG)
     assert Catalogue(place.store).latest() == CommitName(3, 1)
     job.close()
@@ -87,10 +88,10 @@ def test_failed_attempts_make_room_for_later_saves(place: LocalPlace, tmpfs: Mou
     rule = FaultRule("error", op="put", key="*manifest*", skip=1)
     spec = place.spec.wrapped(FaultSpec((rule,)))
     job = Job(spec, plan=plan_of(BIG))
-    job.save(1, values(1, BIG), keep=Keep(1)).durable(60.0)
+    job.save(1, values(1, BIG), keep=Keep(1)).durable(PATIENCE_S)
     assert failure(job.save(2, values(2, BIG), attempt="0002", keep=Keep(1))) is not None
     left = tmpfs.free()
-    job.save(3, values(3, BIG), attempt="0003", keep=Keep(1)).durable(60.0)
+    job.save(3, values(3, BIG), attempt="0003", keep=Keep(1)).durable(PATIENCE_S)
     job.client.close(60.0)
     assert tmpfs.free() >= left + (4 << 20) - 8 * PAGE
     assert_only_legal(place.store, place.raw())
@@ -103,7 +104,7 @@ def test_any_amount_of_room(
 ) -> None:
     """From nothing to enough, page by page: the disk is full at another operation each time."""
     job = Job(place.spec, store=place.store)
-    job.save(1, values(1)).durable(60.0)
+    job.save(1, values(1)).durable(PATIENCE_S)
     outcomes: Counter[str] = Counter()
     places: set[str] = set()
     step, room = 1, 0
@@ -121,7 +122,7 @@ def test_any_amount_of_room(
             outcomes["no space"] += 1
             assert Catalogue(place.store).latest() == before
             ballast.unlink()
-            job.save(step, values(step), attempt="0002").durable(60.0)
+            job.save(step, values(step), attempt="0002").durable(PATIENCE_S)
         else:
             outcomes["durable"] += 1
             ballast.unlink()
@@ -148,12 +149,12 @@ def test_a_full_disk_of_one_rank_is_named_on_all(place: LocalPlace, tmpfs: Mount
     handles = [j.save(1, arrays) for j in jobs]
     for handle in handles:
         with pytest.raises(CkptdError) as caught:
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
         assert "no space left" in str(caught.value)
         assert f"{place.root}/data/000000000001-g00000001-0001/" in str(caught.value)
     (Path(tmpfs.path) / "ballast").unlink()
     for handle in [j.save(2, arrays, attempt="0002") for j in jobs]:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     assert verify(jobs[0].catalogue, CommitName(2, 1)).ok
     for job in jobs:
         job.close()
@@ -161,16 +162,16 @@ def test_a_full_disk_of_one_rank_is_named_on_all(place: LocalPlace, tmpfs: Mount
 
 def test_a_read_only_disk(place: LocalPlace, tmpfs: Mounted) -> None:
     job = Job(place.spec)
-    job.save(1, values(1)).durable(60.0)
+    job.save(1, values(1)).durable(PATIENCE_S)
     job.client.close(20.0)
     job = Job(place.spec, generation=1)
     tmpfs.remount("ro")
     with pytest.raises(StoreError) as caught:
-        job.save(2, values(2)).durable(60.0)
+        job.save(2, values(2)).durable(PATIENCE_S)
     assert caught.value.kind == "permission"
     assert "EROFS" in (caught.value.found or "")
     assert read(place.store, 1) == written(job, 1, SMALL)
     tmpfs.remount("rw")
-    job.save(2, values(2), attempt="0002").durable(60.0)
+    job.save(2, values(2), attempt="0002").durable(PATIENCE_S)
     assert read(place.store, 2) == written(job, 2, SMALL)
     job.close()

@@ -22,7 +22,7 @@ from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from tests.checkpoint.save.saving import Job, values
-from tests.processes import wait_for_end
+from tests.processes import PATIENCE_S, wait_for_end
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def finish(act: Callable[[], object]) -> CkptdError:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive(), "it hangs"
     assert errors
     return errors[0]
@@ -78,7 +78,7 @@ def test_a_stopped_worker_fails_its_save_and_is_replaced(root: str) -> None:
     wait_for_end(worker)
     assert job.catalogue.latest() is None
     replace_worker(job, root)
-    job.save(1, values(1), attempt="0002").durable(60.0)
+    job.save(1, values(1), attempt="0002").durable(PATIENCE_S)
     assert job.catalogue.latest() == CommitName(1, job.generation)
     job.close()
 
@@ -118,7 +118,7 @@ def test_a_worker_that_still_shows_life_is_left_alone(root: str) -> None:
     handle = job.save(1, values(1), timeout_s=0.5)
     job.client._jobs[1].deadline = 0.0
     assert "the save did not finish in time" in finish(handle.durable).message
-    job.save(2, values(2), attempt="0002").durable(60.0)
+    job.save(2, values(2), attempt="0002").durable(PATIENCE_S)
     assert job.client.dead is None
     job.close()
 
@@ -139,7 +139,7 @@ def test_a_killed_worker_ends_every_wait(root: str) -> None:
     job.client.acquire(10, 1e6)
     job.client.close(1e6)
     replace_worker(job, root)
-    job.save(2, values(2)).durable(60.0)
+    job.save(2, values(2)).durable(PATIENCE_S)
     job.close()
 
 

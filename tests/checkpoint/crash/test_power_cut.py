@@ -23,6 +23,7 @@ from ckptd.store.local import LocalStore
 from ckptd.store.osio import Os
 from tests.checkpoint.save.referring import assert_holds
 from tests.checkpoint.save.saving import Job, plan_of, values
+from tests.processes import PATIENCE_S
 
 LITTLE: dict[str, tuple[int, ...]] = {"a": (64, 64), "b": (3,), "step": ()}
 MUCH: dict[str, tuple[int, ...]] = {"a": (INLINE_BYTES // 4 + 1,), "b": (3,)}
@@ -129,11 +130,11 @@ def test_a_cut_at_any_step_of_a_save_leaves_the_step_whole_or_absent(
     disk = Disk(top)
     store = LocalStore(top, system=disk)
     job = Job(StoreSpec("memory://unused"), store=store, plan=plan_of(shapes))
-    job.save(1, values(1, shapes)).durable(60.0)
+    job.save(1, values(1, shapes)).durable(PATIENCE_S)
     del disk.cuts[:]
     with hold(job.catalogue, CommitName(1, 1)):
         disk.note()
-        job.save(2, values(2, shapes)).durable(60.0)
+        job.save(2, values(2, shapes)).durable(PATIENCE_S)
         at_once = len(disk.cuts)
         disk.note()
     job.close()

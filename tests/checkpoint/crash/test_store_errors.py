@@ -26,6 +26,7 @@ from ckptd.store.wrap import Retry
 from tests.checkpoint.crash.judge import assert_only_legal, clean
 from tests.checkpoint.crash.places import LocalPlace, S3Place
 from tests.checkpoint.save.saving import Job, Keep, fill, plan_of, values
+from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_url
 from tests.store.proxy import Proxy, Request
 
@@ -45,13 +46,13 @@ def place(ram: Path) -> Iterator[LocalPlace]:
 def job_on(store: Store) -> Job:
     """A job whose worker is a thread on this very store; step 1 is saved."""
     job = Job(StoreSpec("memory://unused"), store=store, plan=plan_of(SHAPES))
-    job.save(1, values(1, SHAPES), keep=Keep(2)).durable(60.0)
+    job.save(1, values(1, SHAPES), keep=Keep(2)).durable(PATIENCE_S)
     return job
 
 
 def failure(handle: SaveHandle) -> CkptdError | None:
     try:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     except CkptdError as error:
         return error
     return None
@@ -99,7 +100,7 @@ def test_an_error_of_the_system_fails_that_save_only(what: str, place: LocalPlac
     assert (error.where or "").startswith(str(place.root))
     assert job.catalogue.latest() == CommitName(1, 1)
     assert_saved(place.store, 1)
-    job.save(3, values(3, SHAPES), attempt="0003").durable(60.0)
+    job.save(3, values(3, SHAPES), attempt="0003").durable(PATIENCE_S)
     assert_saved(place.store, 3)
     job.close()
     clean(place.store)
@@ -112,7 +113,7 @@ def test_every_single_error_of_the_system(place: LocalPlace) -> None:
     watching = Fault(place.spec.open(), FaultSpec(inner=True))
     job = Job(StoreSpec("memory://unused"), store=watching, plan=plan_of(SHAPES), generation=1)
     before = len(watching.operations)
-    job.save(2, values(2, SHAPES), attempt="0002").durable(60.0)
+    job.save(2, values(2, SHAPES), attempt="0002").durable(PATIENCE_S)
     job.close()
     points = [o for o in watching.operations[before:] if o.op.startswith("os.")]
     assert len(points) > 15
@@ -128,7 +129,7 @@ def test_every_single_error_of_the_system(place: LocalPlace) -> None:
         if error is None or place.store.exists(commit_key(CommitName(number, 1))):
             assert_saved(place.store, number)
         else:
-            job.save(number, values(number, SHAPES), attempt="0002").durable(60.0)
+            job.save(number, values(number, SHAPES), attempt="0002").durable(PATIENCE_S)
             assert_saved(place.store, number)
         job.close()
         clean(place.store, keep=1)
@@ -205,7 +206,7 @@ def test_what_heals_is_tried_again(op: str, action: str, memory: MemoryStore) ->
         plan=plan_of(SHAPES),
         generation=1,
     )
-    job.save(2, values(2, SHAPES), attempt="0002").durable(60.0)
+    job.save(2, values(2, SHAPES), attempt="0002").durable(PATIENCE_S)
     job.client.close(60.0)
     assert fault._matches[0] >= 2, "it did not strike"
     assert Catalogue(memory).commits() == [CommitName(1, 1), CommitName(2, 1)]
@@ -235,7 +236,7 @@ def test_what_does_not_heal_is_a_clear_failure(op: str, memory: MemoryStore) -> 
     assert_saved(memory, 1)
     clean(memory)
     job = Job(StoreSpec("memory://unused"), store=memory, plan=plan_of(SHAPES), generation=1)
-    job.save(3, values(3, SHAPES)).durable(60.0)
+    job.save(3, values(3, SHAPES)).durable(PATIENCE_S)
     job.client.close(60.0)
     assert_saved(memory, 3)
 
@@ -252,7 +253,7 @@ def test_a_lost_reply_to_the_commit(retry: bool, place: LocalPlace) -> None:
         plan=plan_of(SHAPES),
     )
     handle = job.save(1, values(1, SHAPES))
-    handle.durable(60.0)
+    handle.durable(PATIENCE_S)
     assert handle.progress.phase == "durable"
     assert job.catalogue.commits() == [CommitName(1, 1)]
     assert_saved(place.store, 1)
@@ -279,7 +280,7 @@ def test_every_first_request_fails(
         spec = spec.wrapped(RetrySpec(first_s=0.01))
         job = Job(spec, plan=plan_of(shapes))
         proxy.rule = first
-        job.save(1, values(1, shapes), keep=Keep(1)).durable(90.0)
+        job.save(1, values(1, shapes), keep=Keep(1)).durable(PATIENCE_S)
         job.client.close(60.0)
         proxy.rule = lambda asked: "pass"
         assert len(met) > 20
@@ -311,7 +312,7 @@ def test_overlapping_saves_on_a_slow_store(place: LocalPlace) -> None:
     assert not any(h.done for h in handles)
     handles += [rank_1.save(s, values(s, SHAPES)) for s in (1, 2, 3)]
     for handle in handles:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     catalogue = Catalogue(place.store)
     assert [n.step for n in catalogue.line()] == [1, 2, 3]
     for name in catalogue.line():

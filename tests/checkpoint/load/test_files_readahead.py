@@ -15,6 +15,7 @@ from ckptd.checkpoint.load import files as readahead
 from ckptd.checkpoint.load.files import LocalFiles, read_ahead
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
+from tests.processes import PATIENCE_S
 
 KEY = "data/000000000001-g00000001-0001/r00000.safetensors"
 BYTES = 10 << 20
@@ -58,7 +59,7 @@ def test_reads_every_byte_of_every_file_once(
 
     monkeypatch.setattr(LocalFiles, "read", watched)
     with read_ahead(store, [entry(), entry()]):
-        assert done.wait(20)
+        assert done.wait(PATIENCE_S)
     for file in (0, 1):
         mine = [(start, n) for f, start, n in seen if f == file]
         assert [s for s, _ in mine] == list(range(0, BYTES, 4 << 20))
@@ -77,7 +78,7 @@ def test_ends_with_the_block(store: LocalStore, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LocalFiles, "read", slow)
     many = [entry()] * 100_000
     with read_ahead(store, many):
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_S)
     assert not alive()
 
 

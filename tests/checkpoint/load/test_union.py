@@ -25,6 +25,7 @@ from ckptd.store.base import FaultSpec, ObjectInfo, OpenFile, Store, Wrapper
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.types import ByteRange
+from tests.processes import PATIENCE_S
 
 _numbers = itertools.count()
 
@@ -257,16 +258,16 @@ def test_from_many_threads(make: Make) -> None:
     started = threading.Barrier(5)
 
     def work() -> None:
-        started.wait(30)
+        started.wait(PATIENCE_S)
         wrong.extend(k for k, v in objects.items() if union.get(k) != v)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for t in threads:
         t.start()
-    started.wait(30)
+    started.wait(PATIENCE_S)
     near.error = TransientStoreError
     for t in threads:
-        t.join(60)
+        t.join(PATIENCE_S)
     assert wrong == []
     assert union.get("k0") == b"v0"
     assert sum(union.read_bytes().values()) == 4 * sum(map(len, objects.values())) + 2

@@ -38,6 +38,7 @@ from tests.checkpoint.root.checkpoints import (
     save,
 )
 from tests.checkpoint.root.test_index import Lagging
+from tests.processes import PATIENCE_S
 
 BEST = Keep(last=1, best=("loss", "min", 1))
 
@@ -318,7 +319,7 @@ def test_who_waits_for_a_clean_up_is_told_that_it_deleted(how: str) -> None:
             keys = list(keys)
             if commit_key(names[0]) in keys:
                 thread.start()
-                assert waits.wait(60)
+                assert waits.wait(PATIENCE_S)
             self.inner.delete(keys)
 
     run_gc(Deleting(store, 0, lambda: None), plan_gc(catalogue, 2))

@@ -51,14 +51,14 @@ def test_claims_race_for_numbers(store: Store) -> None:
     barrier = threading.Barrier(8)
 
     def claim() -> None:
-        barrier.wait(30)
+        barrier.wait(PATIENCE_S)
         won.append(Catalogue(store).claim(None, 1))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(PATIENCE_S)
     assert sorted(g.generation for g in won) == list(range(1, 9))
     for g in won:
         assert Catalogue(store).generation(g.generation) == g

@@ -635,6 +635,6 @@ def test_any_interleaving_of_gc_and_company(visit: Visit, schedule: list[bool]) 
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(PATIENCE_S)
     assert not problems, problems
     settle(scene, checks)

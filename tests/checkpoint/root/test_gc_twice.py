@@ -24,6 +24,7 @@ from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore
 from tests.checkpoint.root.checkpoints import assert_whole
 from tests.checkpoint.root.test_gc import Reckless, Scene, set_scene
+from tests.processes import PATIENCE_S
 
 ONE, TWO, THIRD = range(3)
 Act = Callable[[Scene, Store], None]
@@ -95,7 +96,7 @@ def play(store: Store, turns: list[Turn], works: list[Callable[[Store], None]]) 
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(PATIENCE_S)
     assert not problems, problems
 
 

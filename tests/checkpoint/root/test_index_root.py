@@ -18,6 +18,7 @@ from ckptd.errors import (
 )
 from ckptd.store.base import FaultSpec, Store, Wrapper
 from tests.checkpoint.root.checkpoints import error_of, memory, put_attempt, save
+from tests.processes import PATIENCE_S
 
 
 def test_a_root_is_created_once(store: Store) -> None:
@@ -72,14 +73,14 @@ def test_two_who_create_one_root_agree(store: Store) -> None:
     barrier = threading.Barrier(8)
 
     def create() -> None:
-        barrier.wait(30)
+        barrier.wait(PATIENCE_S)
         markers.append(Catalogue(store).create_or_open())
 
     threads = [threading.Thread(target=create) for _ in range(8)]
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(PATIENCE_S)
     assert len(markers) == 8
     assert len(set(markers)) == 1
 

@@ -34,7 +34,7 @@ from tests.checkpoint.save.referring import (
     own_bytes,
 )
 from tests.checkpoint.save.saving import Job, Keep, fill, plan_of, values
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 RECOVER = Path(__file__).parents[3] / "docs/recover.py"
 _numbers = itertools.count()
@@ -58,7 +58,7 @@ def other(arrays: dict[str, Any], *names: str, seed: int = 0) -> dict[str, Any]:
 
 
 def saved(job: Job, step: int, arrays: dict[str, Any], **options: Any) -> CommitName:
-    job.save(step, arrays, **options).durable(60.0)
+    job.save(step, arrays, **options).durable(PATIENCE_S)
     return CommitName(step, job.generation)
 
 
@@ -105,7 +105,7 @@ def test_objects_of_private_size_are_written_each_time(store: Store) -> None:
     for step in (1, 2):
         body = b'"' + b"x" * (200_000 + step) + b'"'
         extra = (Extra("mine", len(body), "drop"),)
-        job.save(step, arrays, [body], extra=extra).durable(60.0)
+        job.save(step, arrays, [body], extra=extra).durable(PATIENCE_S)
     manifest = job.catalogue.manifest(CommitName(2, job.generation))
     assert own_bytes(manifest) == 64 + 200_004
     assert_verified(store, CommitName(2, job.generation))
@@ -236,7 +236,7 @@ def test_what_a_save_has_decided_to_refer_to_is_not_deleted_by_others(store: Sto
     run_gc(store, plan_gc(other_process, 1, abandoned_s=0.0))
     assert other_process.commits() == names  # the second is beside the line, and leased
     with pytest.raises(ConflictError) as caught:
-        half.finish().durable(60.0)
+        half.finish().durable(PATIENCE_S)
     assert caught.value.kind == "superseded"
     until(lambda: not is_held(store))
     run_gc(store, plan_gc(Catalogue(store), 1, abandoned_s=0.0))
@@ -252,7 +252,7 @@ def test_a_save_fails_cleanly_when_what_it_refers_to_is_gone(store: Store) -> No
     half = Half(job, 2, arrays)
     store.delete([commit_key(name)])  # nobody who keeps the rules does that
     with pytest.raises(SaveError) as caught:
-        half.finish().durable(60.0)
+        half.finish().durable(PATIENCE_S)
     assert "the checkpoint that this save refers to was deleted" in caught.value.message
     after = saved(job, 3, arrays)
     assert job.catalogue.commit(after).folders == (job.catalogue.commit(after).folder,)
@@ -285,7 +285,7 @@ def test_a_save_in_flight_keeps_what_an_overtaken_one_lets_go(store: Store) -> N
         arrays.append(other(arrays[-1], "hot", seed=step))
     handles = [job.save(step, arrays[step], keep=Keep(last=1)) for step in range(1, 12)]
     for handle in handles:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     job.close()
     assert_holds(store, CommitName(11, job.generation), arrays[11])
 
@@ -308,7 +308,7 @@ def ranks_of(store: Store, world: int, generation: int | None = None) -> list[Jo
 
 def saved_by(jobs: list[Job], step: int, arrays: dict[str, Any], **options: Any) -> CommitName:
     for handle in [j.save(step, arrays, **options) for j in jobs]:
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     return CommitName(step, jobs[0].generation)
 
 
@@ -359,7 +359,7 @@ def test_a_rank_that_hears_nothing_in_time_writes_everything(
     late = jobs[1].save(2, arrays)  # rank 0 has not begun
     until(lambda: store.exists(part_key(jobs[1].request(2).folder, 1)))
     for handle in (jobs[0].save(2, arrays), late):
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
     name = CommitName(2, jobs[0].generation)
     manifest = jobs[0].catalogue.manifest(name)
     assert [bool(f.data_bytes >= CHUNK) for f in manifest.files] == [False, True, True]

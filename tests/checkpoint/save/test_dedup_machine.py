@@ -23,6 +23,7 @@ from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore, forget_memory
 from tests.checkpoint.save.referring import assert_holds, read_back
 from tests.checkpoint.save.saving import Job, Keep, plan_of, values
+from tests.processes import PATIENCE_S
 
 _numbers = itertools.count()
 SHAPES: dict[str, tuple[int, ...]] = {f"t{i}": (64, 256) for i in range(5)} | {"s": (3,)}
@@ -77,7 +78,7 @@ class ReferringMachine(RuleBasedStateMachine):
         for names in changes:
             self.change(names)
             self.step += 1
-            self.job.save(self.step, self.arrays, keep=keep).durable(60.0)
+            self.job.save(self.step, self.arrays, keep=keep).durable(PATIENCE_S)
             self.model[CommitName(self.step, self.job.generation)] = self.arrays
 
     @rule()
@@ -116,7 +117,7 @@ class ReferringMachine(RuleBasedStateMachine):
             name = CommitName(self.step, job.generation)
             self.model[name] = self.arrays
             try:
-                job.save(self.step, self.arrays, keep=keep).durable(60.0)
+                job.save(self.step, self.arrays, keep=keep).durable(PATIENCE_S)
             except CkptdError:
                 break
         self.live()

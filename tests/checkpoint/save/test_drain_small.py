@@ -30,6 +30,7 @@ from ckptd.store.memory import MemoryStore, forget_memory
 from tests.checkpoint.save import snapshotting
 from tests.checkpoint.save.referring import assert_holds
 from tests.checkpoint.save.saving import Extra, Job, plan_of, values
+from tests.processes import PATIENCE_S
 
 SHAPES: dict[str, tuple[int, ...]] = {
     f"{kind}.{n}": shape
@@ -52,7 +53,7 @@ def saved(store: Store, arrays: dict[str, Any] | None = None, **options: Any) ->
     handle = job.save(
         7, arrays or values(7, SHAPES), [b"[1, 2]"], extra=(Extra("o", 6),), **options
     )
-    handle.durable(60.0)
+    handle.durable(PATIENCE_S)
     manifest = job.catalogue.manifest(NAME)
     job.client.close(60.0)
     return manifest
@@ -85,7 +86,7 @@ def test_it_is_three_objects_of_little_more_than_the_state(root: Store) -> None:
 def test_what_did_not_change_is_written_again(root: Store) -> None:
     saved(root)
     job = Job(StoreSpec("memory://unused"), store=root, plan=plan_of(SHAPES))
-    job.save(8, values(7, SHAPES)).durable(60.0)
+    job.save(8, values(7, SHAPES)).durable(PATIENCE_S)
     name = CommitName(8, job.generation)
     assert len(job.catalogue.commit(name).folders) == 1
     assert len(files_of(root)) == 6

@@ -19,7 +19,7 @@ from ckptd.store.memory import forget_memory
 from ckptd.store.osio import is_cached
 from tests.checkpoint.save.nearjob import NearJob
 from tests.checkpoint.save.saving import Job, plan_of, values
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 ROWS = 6 << 20  # 24 MiB of float32: three slices
 
@@ -49,7 +49,7 @@ def test_an_upload_of_a_save_that_is_given_up_ends_before_it_is_whole(root: str)
 def test_what_was_saved_is_in_the_page_cache(root: str) -> None:
     """Written past it; a job that evaluates the newest checkpoint need not wait for the disk."""
     job = Job(StoreSpec(root), plan=plan_of({"w": (2 << 20,)}))
-    job.save(1, {"w": np.ones(2 << 20, np.float32)}).durable(60.0)
+    job.save(1, {"w": np.ones(2 << 20, np.float32)}).durable(PATIENCE_S)
     job.close()
     (path,) = Path(root).glob("data/*/r00000.safetensors")
     with path.open("rb") as file:
@@ -66,7 +66,7 @@ def test_only_the_newest_save_is_read_behind(root: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(writer, "bring_into_cache", lambda _, wanted: asked.append(wanted))
     job = Job(StoreSpec(root), store=StoreSpec(root).open())  # a thread of this process writes
     for step in (1, 2):
-        job.save(step, values(step)).durable(60.0)
+        job.save(step, values(step)).durable(PATIENCE_S)
         until(lambda: len(asked) == step)  # noqa: B023 - asked within this round
     assert [wanted() for wanted in asked] == [False, True]
     job.close()
@@ -91,7 +91,7 @@ def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.Monke
     handle = job.save(1, values(1))
     until(lambda: not job.client.busy)
     with pytest.raises(StoreError, match="the disk is full"):
-        handle.durable(20.0)
+        handle.durable(PATIENCE_S)
     job.close()
     forget_memory("failed-slot")
     assert [name for name in sent if name in {"ShardStored", "Freed"}] == ["ShardStored", "Freed"]

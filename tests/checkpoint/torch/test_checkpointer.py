@@ -26,7 +26,7 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.store import StoreSpec, open_store
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -317,22 +317,22 @@ def test_weights_only(root: str) -> None:
 def test_who_evaluates_takes_nothing_from_who_trains(root: str, part: dict[str, Any]) -> None:
     trainer = Run(1, root)
     trainer.train(1)
-    trainer.ck.save(1, trainer.state).durable(60.0)
+    trainer.ck.save(1, trainer.state).durable(PATIENCE_S)
     model = Net()
     evaluator = ckptd.Checkpointer(root)
     for step in (2, 3):
         assert evaluator.load({"model": model}, **part) == step - 1
         assert evaluator.generation == 0
         trainer.train(1)
-        trainer.ck.save(step, trainer.state).durable(60.0)
+        trainer.ck.save(step, trainer.state).durable(PATIENCE_S)
     assert [name.generation for name in Catalogue(open_store(root)).line()] == [1, 1, 1]
     # Who goes on from what it has loaded is a new generation all the same.
     evaluator.load({"model": model}, **part)
-    evaluator.save(4, {"model": model}).durable(60.0)
+    evaluator.save(4, {"model": model}).durable(PATIENCE_S)
     newest = Catalogue(open_store(root)).line()[-1]
     assert (newest.step, newest.generation) == (4, 2)
     with pytest.raises(ConflictError) as caught:
-        trainer.ck.save(5, trainer.state).durable(60.0)
+        trainer.ck.save(5, trainer.state).durable(PATIENCE_S)
     assert caught.value.kind == "superseded"
     evaluator.close()
 
@@ -470,7 +470,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     handle = ck.save(2, state)
     assert handle is not None
     with pytest.raises(ckptd.CkptdError):
-        handle.durable(30)
+        handle.durable(PATIENCE_S)
     data.unlink()
     moved.rename(data)
     ck.save(2, state)
@@ -504,7 +504,7 @@ def test_a_dead_worker_is_replaced(root: str) -> None:
     os.kill(ck.writer_pid, signal.SIGKILL)
     handle = ck.save(2, state)
     assert handle is not None
-    handle.durable(30)
+    handle.durable(PATIENCE_S)
     ck.close()
     assert steps_on_line(root) == [1, 2]
 
@@ -540,7 +540,7 @@ def test_killing_the_worker_in_mid_save_loses_nothing(root: str) -> None:
     assert handle is not None
     assert ck.writer_pid is not None
     os.kill(ck.writer_pid, signal.SIGKILL)
-    handle.durable(60)
+    handle.durable(PATIENCE_S)
     ck.save(2, {"w": torch.zeros(10)})
     ck.close()
     assert steps_on_line(root) == [1, 2]
@@ -663,7 +663,7 @@ def refused(root: Path, state: dict[str, Any], **options: Any) -> UsageError:
         assert open_store(str(root)).children("data/") == []
         handle = checkpointer.save(2, {"w": torch.zeros(2)}, metadata={"loss": 1.5})
         assert handle is not None
-        handle.durable(60)
+        handle.durable(PATIENCE_S)
         assert checkpointer.writer_pid == writer
         assert checkpointer.latest() == 2
     return caught.value

@@ -37,7 +37,7 @@ def test_a_compiled_step_saves_loads_and_announces() -> None:
             optimizer.zero_grad()
         ck.wait()
         saved = {k: v.clone() for k, v in model.state_dict().items()}
-        ck.save(4, state).durable(30.0)
+        ck.save(4, state).durable(PATIENCE_S)
 
         @torch.compile(backend="eager")
         def begin(x: torch.Tensor) -> tuple[torch.Tensor, int]:

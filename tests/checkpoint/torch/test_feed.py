@@ -15,7 +15,7 @@ from hypothesis import given
 from ckptd.checkpoint.torch.feed import CopyFeed, CopyGroup, CopyStep, StridedWindow, grouped
 from ckptd.errors import SaveError
 from ckptd.types import Box
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 SOURCE = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
 SIZE = len(SOURCE) // 20
@@ -54,7 +54,7 @@ class ThreadLane:
         return Later(self._thread.submit(self._copy, group))
 
     def _copy(self, group: CopyGroup) -> None:
-        assert self.go.wait(30.0)
+        assert self.go.wait(PATIENCE_S)
         self.fail(group)
         for step in (STEPS[number] for number in group.steps):
             self.target[step.start : step.end] = SOURCE[step.start : step.end]
@@ -99,7 +99,7 @@ def test_the_limit_holds_until_somebody_is_in_a_hurry() -> None:
     assert len(lane.pushed) == 10, "hurry waits for nothing on the lane"
     assert not done.done()
     lane.go.set()
-    done.result(30.0)
+    done.result(PATIENCE_S)
     assert (lane.target + other.target == SOURCE).all()
 
 
@@ -122,7 +122,7 @@ def test_a_lane_that_is_not_free_is_waited_for() -> None:
     lane.go.set()
     assert feed.hurry(30.0)
     assert len(lane.pushed) == 20
-    done.result(30.0)
+    done.result(PATIENCE_S)
 
 
 def test_what_is_in_place_already_is_not_awaited() -> None:
@@ -188,7 +188,7 @@ def test_a_report_that_fails_is_raised_when_nothing_is_under_way() -> None:
     assert not done.done()
     slow.go.set()
     with pytest.raises(RuntimeError, match="the slot is closed"):
-        done.result(30.0)
+        done.result(PATIENCE_S)
     assert not feed.stuck
 
 
@@ -213,7 +213,7 @@ def test_a_hurry_never_overtakes_the_feeding_thread() -> None:
         done = running(feed)
         assert feed.hurry(30.0)
         assert [len(lane.pushed) for lane in lanes] == [10, 10]
-        done.result(30.0)
+        done.result(PATIENCE_S)
         assert all(lane.pushed == sorted(lane.pushed) for lane in lanes)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import ckptd
 from ckptd.errors import MismatchError
+from tests.processes import PATIENCE_S
 from tests.reshard.torch.layout.jobs import PROGRAM, whole_job
 
 _roots = itertools.count()
@@ -18,7 +19,7 @@ _roots = itertools.count()
 
 def saved_and_loaded(saved: dict[str, Any], live: dict[str, Any]) -> None:
     with ckptd.Checkpointer(f"memory://overlaps{next(_roots)}") as ck:
-        ck.save(1, saved).durable(60)
+        ck.save(1, saved).durable(PATIENCE_S)
         ck.load(live)
 
 
@@ -101,7 +102,7 @@ def over(strides: tuple[int, int], second: int) -> tuple[torch.Tensor, dict[str,
 def laid(saved: dict[str, Any], live: dict[str, Any], layout: str) -> None:
     root = f"memory://laid{next(_roots)}"
     with ckptd.Checkpointer(root, layout=layout) as ck:
-        ck.save(1, saved).durable(60)
+        ck.save(1, saved).durable(PATIENCE_S)
         ck.load(live)
 
 
@@ -155,7 +156,7 @@ def test_what_was_stored_in_another_layout() -> None:
     apart = text + "layout two of s on M { l{l}.g = L{l}.g[f h]\nl{l}.u = L{l}.u[f h] }\n"
     root = "memory://fused-over"
     with ckptd.Checkpointer(root, layout=fused) as ck:
-        ck.save(1, {"model": {"l0.gu": torch.arange(24.0).view(4, 6)}}).durable(60)
+        ck.save(1, {"model": {"l0.gu": torch.arange(24.0).view(4, 6)}}).durable(PATIENCE_S)
     memory = torch.zeros(24)
     held = {"l0.g": memory[:12].view(2, 6), "l0.u": memory[6:18].view(2, 6)}
     with ckptd.Checkpointer(root, layout=apart) as ck:
@@ -172,7 +173,7 @@ def test_a_number_of_an_optimizer_that_lies_over_its_state() -> None:
     layout = f"# layout hf\n{PROGRAM}"
     module, optimizer = whole_job(1, 2)
     with ckptd.Checkpointer("memory://number-over", layout=layout) as ck:
-        ck.save(1, {"model": module, "optim": optimizer}).durable(60)
+        ck.save(1, {"model": module, "optim": optimizer}).durable(PATIENCE_S)
         into, other = whole_job(2, 1)
         held = other.state[into.get_parameter("norm.weight")]
         held["step"] = held["exp_avg"][0]

@@ -94,9 +94,9 @@ def test_s3_without_the_extra_names_it() -> None:
 
 def test_the_same_step_twice_was_this_run() -> None:
     with ckptd.Checkpointer(memory()) as ck:
-        ck.save(5, {"a": 1}).durable(30.0)
+        ck.save(5, {"a": 1}).durable(PATIENCE_S)
         with pytest.raises(ConflictError) as caught:
-            ck.save(5, {"a": 2}).durable(30.0)
+            ck.save(5, {"a": 2}).durable(PATIENCE_S)
     assert "was committed by this run already, in an earlier save" in caught.value.message
     assert "this run" in caught.value.message
     assert "later step" in str(caught.value.hint)

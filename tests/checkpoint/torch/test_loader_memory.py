@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptd
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 LARGE = 1 << 21
 
@@ -49,7 +50,7 @@ def test_the_newest_step_comes_from_memory_and_an_older_one_from_the_root(tmp_pa
     with ckptd.Checkpointer(str(tmp_path / "root"), copy=ckptd.CopyOptions(slots=1)) as ck:
         for step in (1, 2):
             fill(state, step)
-            ck.save(step, state).durable(60.0)
+            ck.save(step, state).durable(PATIENCE_S)
         for step, tier in ((2, "memory"), (1, "local"), (2, "local")):
             fill(state, -1)
             state["own"].value = None
@@ -59,10 +60,10 @@ def test_the_newest_step_comes_from_memory_and_an_older_one_from_the_root(tmp_pa
             assert sources(ck).get(tier, 0) >= nbytes, sources(ck)
             if step == 1:  # goes back, so that step 2 is another run's from now on
                 fill(state, 2)
-                ck.save(2, state).durable(60.0)
+                ck.save(2, state).durable(PATIENCE_S)
                 with torch.no_grad():
                     state["large"].add_(1)
-                ck.save(3, state).durable(60.0)
+                ck.save(3, state).durable(PATIENCE_S)
 
 
 def test_what_is_in_memory_and_not_what_was_written_is_read(
@@ -71,7 +72,7 @@ def test_what_is_in_memory_and_not_what_was_written_is_read(
     state = plain()
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         fill(state, 1)
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         client = ck._client
         assert client is not None
         (job,) = client._jobs.values()
@@ -89,9 +90,9 @@ def test_chunks_that_were_left_out_are_read(tmp_path: Path) -> None:
     state = plain()
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         fill(state, 1)
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         state["small"].fill_(2)
-        ck.save(2, state).durable(60.0)
+        ck.save(2, state).durable(PATIENCE_S)
         fill(state, -1)
         assert ck.load(state) == 2
     assert bool((state["small"] == 2).all())
@@ -101,7 +102,7 @@ def test_chunks_that_were_left_out_are_read(tmp_path: Path) -> None:
 def test_only_some_and_renamed(tmp_path: Path) -> None:
     state = {"a": torch.full((LARGE,), 1.0), "b": torch.full((5,), 2.0)}
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         other = {"c": torch.zeros(5), "a": torch.zeros(LARGE)}
         ck.load(other, only="c", rename={"c": "b"})
         assert bool((other["c"] == 2).all())
@@ -118,7 +119,7 @@ def on_two_ranks(root: str) -> tuple[int, int]:
         "own": ckptd.PerRank(dist.get_rank()),
     }
     with ckptd.Checkpointer(root) as ck:
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         for name in ("sharded", "replicated"):
             state[name].to_local().zero_()
         state["same"].zero_()

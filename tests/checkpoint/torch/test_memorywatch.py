@@ -198,7 +198,7 @@ def test_two_checkpointers_save_the_same_state_at_once(tmp_path: Path) -> None:
             state["optimizer"].step()
             handles = near.save(step, state), far.save(step, state)
             for handle in handles:
-                handle.durable(60)
+                handle.durable(PATIENCE_S)
 
 
 def test_memory_that_is_gone_is_a_change_and_no_crash() -> None:
@@ -240,7 +240,7 @@ class Late:
         whole = copying.Snapshot.copy_rest
 
         def wait_first(snapshot: copying.Snapshot) -> None:
-            assert self.go.wait(60.0)
+            assert self.go.wait(PATIENCE_S)
             whole(snapshot)
 
         monkeypatch.setattr(copying.Snapshot, "copy_rest", wait_first)
@@ -325,7 +325,7 @@ def test_what_torch_does_not_count_is_found(
             way(model.weight)
             late.go.set()
             with pytest.raises(SaveError) as caught:
-                handle.durable(60.0)
+                handle.durable(PATIENCE_S)
             assert (caught.value.kind, caught.value.where) == ("mutated", "model.weight"), step
         assert ck.latest() is None
         model = nn.Linear(256, 256)
@@ -348,19 +348,19 @@ def test_what_other_processes_write_is_copied_at_once_and_compared(tmp_path: Pat
     model.share_memory()
     state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         other = context.Process(target=write_for_ever, args=(model.weight, ready), daemon=True)
         other.start()
         try:
-            assert ready.wait(60.0)
+            assert ready.wait(PATIENCE_S)
             with pytest.raises(SaveError) as caught:
                 for step in range(2, 1000):  # on a busy machine it leaves some of them alone
-                    ck.save(step, state).durable(60.0)
+                    ck.save(step, state).durable(PATIENCE_S)
             assert (caught.value.kind, caught.value.where) == ("mutated", "model.weight")
         finally:
             other.kill()
             other.join()
-        ck.save(1000, state).durable(60.0)
+        ck.save(1000, state).durable(PATIENCE_S)
         wanted = model.weight.detach().clone()
         ck.load(state, 1000)
     assert torch.equal(model.weight, wanted)
@@ -372,10 +372,10 @@ def test_what_nobody_counted_between_two_saves_is_written_anew(tmp_path: Path) -
     state = {"w": weight}
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         for step in (1, 2, 3, 4):
-            ck.save(step, state).durable(60.0)
+            ck.save(step, state).durable(PATIENCE_S)
             weight.numpy()[step, step] = step
         wanted = weight.clone()
-        ck.save(5, state).durable(60.0)
+        ck.save(5, state).durable(PATIENCE_S)
         weight.data.zero_()
         ck.load(state, 5)
     assert torch.equal(weight, wanted)
@@ -408,7 +408,7 @@ def change_in_all_ways(root: str) -> list[tuple[str, str | None]]:
                 way(model.weight)
             late.go.set()
             try:
-                handle.durable(60.0)
+                handle.durable(PATIENCE_S)
                 found.append(("committed", None))
             except SaveError as error:
                 found.append((error.kind, error.where))
@@ -441,7 +441,7 @@ def test_storages_stay_resizable(tmp_path: Path) -> None:
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         for step in (1, 2, 3):
             handle = ck.save(step, state)
-            handle.staged(60.0)
+            handle.staged(PATIENCE_S)
             assert all(t.untyped_storage().resizable() for t in held)
             for tensor in held:
                 storage = tensor.untyped_storage()
@@ -451,8 +451,8 @@ def test_storages_stay_resizable(tmp_path: Path) -> None:
                 storage.copy_(kept)
             with torch.no_grad():
                 model[0].weight.fill_(step)
-            handle.durable(60.0)
-        ck.save(4, state).durable(60.0)
+            handle.durable(PATIENCE_S)
+        ck.save(4, state).durable(PATIENCE_S)
         model[0].weight.data.zero_()
         ck.load(state, 4)
         assert all(t.untyped_storage().resizable() for t in held)
@@ -477,7 +477,7 @@ def test_memory_that_is_freed_while_the_kernel_copies_it_has_changed(
         handle = ck.save(1, state)
         assert handle is not None
         with pytest.raises(SaveError) as caught:
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
     assert (caught.value.kind, caught.value.where) == ("mutated", "w")
 
 
@@ -574,13 +574,13 @@ def test_memory_that_is_freed_under_a_later_copy_has_changed(
         copy=ckptd.CopyOptions(lazy="all", slots=1),
         when_failed="warn",
     ) as ck:
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         ck.wait()
         for module in (copying, arena):
             monkeypatch.setattr(module, "read_memory", late)
         handle = ck.save(2, state)
         with pytest.raises(SaveError) as caught:
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
     assert (caught.value.kind, caught.value.where) == ("mutated", "w")
 
 

@@ -13,6 +13,7 @@ import torch
 from ckptd.base.torch.device import kind_of
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, Pins
+from tests.processes import PATIENCE_S
 
 NBYTES = 1 << 20
 CUDA = kind_of("cuda")
@@ -98,14 +99,14 @@ def test_a_slot_that_is_closed_while_it_is_locked_is_unlocked_behind_it(
 
     def slow(address: int, nbytes: int, flags: int) -> int:
         begun.set()
-        assert closed.wait(30.0)
+        assert closed.wait(PATIENCE_S)
         assert is_mapped(address), "what is being locked went"
         return plain(address, nbytes, flags)
 
     monkeypatch.setattr(driver, "cudaHostRegister", slow)
     copies, slot = DeviceCopies(), Slot(0, NBYTES)
     copies.lock_later(slot, [torch.device("cuda", 0)])
-    assert begun.wait(30.0)
+    assert begun.wait(PATIENCE_S)
     address = address_of(slot)
     assert not copies.pins.is_locked(slot, CUDA)
     copies.close()
@@ -160,7 +161,7 @@ def test_what_keeps_a_slot_from_being_locked_is_logged(
     monkeypatch.setattr(torch.cuda, "set_device", lost)
     copies, slot = DeviceCopies(), Slot(0, NBYTES)
     copies.lock_later(slot, [torch.device("cuda", 0)])
-    copies._locker.submit(int).result(60.0)
+    copies._locker.submit(int).result(PATIENCE_S)
     copies.close()
     slot.close()
     assert not driver.locked

@@ -15,6 +15,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.save.referring import assert_verified, own_bytes
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -75,7 +76,7 @@ def train(root: str, first: int, **options: Any) -> dict[int, dict[str, torch.Te
             seen[number] = trainer.seen()
             handle = ck.save(number, trainer.state)
             assert handle is not None
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
     return seen
 
 

@@ -18,6 +18,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import CkptdError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -35,7 +36,7 @@ def outcome(root: str, state: State, group: Any = None) -> str:
         with ckptd.Checkpointer(root, timeout_s=60.0, process_group=group) as ck:
             handle = ck.save(1, state)
             assert handle is not None
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
     except CkptdError as error:
         return f"{error.kind} {error.where}"
     return "durable"

@@ -21,6 +21,7 @@ from ckptd.store import open_store
 from tests import programs
 from tests.checkpoint.crash.mounts import Mounted, tmpfs
 from tests.cli.running import Cli
+from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_moto, s3_url
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
@@ -37,7 +38,7 @@ def state_of(step: int) -> dict[str, Any]:
 def saved(ck: ckptd.Checkpointer, step: int) -> None:
     handle = ck.save(step, state_of(step), force=True)
     assert handle is not None
-    handle.durable(60)
+    handle.durable(PATIENCE_S)
 
 
 def refusal(ck: ckptd.Checkpointer, step: int) -> str:
@@ -45,7 +46,7 @@ def refusal(ck: ckptd.Checkpointer, step: int) -> str:
     handle = ck.save(step, state_of(step), force=True)
     assert handle is not None
     with pytest.raises(CkptdError) as caught:
-        handle.durable(60)
+        handle.durable(PATIENCE_S)
     return caught.value.kind
 
 

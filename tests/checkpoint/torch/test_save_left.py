@@ -57,15 +57,15 @@ def left_by_one(root: str) -> None:
             {**state, "bad": Scheduler(RuntimeError("no state"))},
         ):
             good = {**state, "bad": Scheduler(None)} if len(bad) == 2 else state
-            ck.save(step + 1, good).durable(60)
+            ck.save(step + 1, good).durable(PATIENCE_S)
             wrong = bad if rank == 1 else {**bad, "bad": Scheduler(None)}
             be_patient(ck, 3.0)
             with pytest.raises((CkptdError, RuntimeError, KeyboardInterrupt)):
-                ck.save(step + 2, wrong).durable(60)
+                ck.save(step + 2, wrong).durable(PATIENCE_S)
             be_patient(ck, PATIENCE_S)
             dist.barrier()
-            ck.save(step + 3, good).durable(60)
-            ck.save(step + 4, more).durable(60)
+            ck.save(step + 3, good).durable(PATIENCE_S)
+            ck.save(step + 4, more).durable(PATIENCE_S)
             step += 4
 
 

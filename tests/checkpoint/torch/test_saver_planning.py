@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ckptd
 from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist]
 
@@ -28,7 +29,7 @@ def save_with_one_bad_state(root: str) -> list[str]:
             try:
                 handle = ck.save(step, state)
                 assert handle is not None
-                handle.durable(60.0, tier="memory")
+                handle.durable(PATIENCE_S, tier="memory")
                 said.append("complete")
             except CkptdError as error:
                 said.append(error.kind)

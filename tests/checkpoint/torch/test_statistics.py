@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptd
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist]
 WIDTH = 8
@@ -64,7 +65,7 @@ def in_ddp(root: str) -> None:
     means = everybodys(model.module[1].running_mean)
     assert not torch.equal(means[0], means[1]), "nothing is tested"
     with ckptd.Checkpointer(root) as ck:
-        ck.save(3, state).durable(60.0)
+        ck.save(3, state).durable(PATIENCE_S)
         wanted = train(model, optim, 3, 6)
         other = DistributedDataParallel(make())
         for tensor in [*other.parameters(), *other.buffers()]:
@@ -91,7 +92,7 @@ def bare(root: str) -> list[str]:
     with ckptd.Checkpointer(root) as ck:
         for step in (1, 2):
             train(wrapped, optim, step, step + 1)
-            ck.save(step, state).durable(60.0)
+            ck.save(step, state).durable(PATIENCE_S)
         stats = model[1].state_dict()
         wanted = {n: everybodys(stats[n])[0] for n in ("running_mean", "running_var")}
         for buffer in model.buffers():
@@ -115,7 +116,7 @@ def buffers_of_ones_own(root: str) -> str:
     model = make()
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, 1)
     with ckptd.Checkpointer(root) as ck, pytest.raises(SaveError) as caught:
-        ck.save(1, {"model": model}).durable(60.0)
+        ck.save(1, {"model": model}).durable(PATIENCE_S)
     return f"{caught.value.kind} {caught.value.where}"
 
 
@@ -129,7 +130,7 @@ def not_broadcast(root: str) -> str:
     model = DistributedDataParallel(make(), broadcast_buffers=False)
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, 1)
     with ckptd.Checkpointer(root) as ck, pytest.raises(SaveError) as caught:
-        ck.save(1, {"model": model}).durable(60.0)
+        ck.save(1, {"model": model}).durable(PATIENCE_S)
     return f"{caught.value.kind} {caught.value.where}"
 
 

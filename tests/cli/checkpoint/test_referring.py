@@ -17,6 +17,7 @@ from tests.checkpoint.save.saving import Job, plan_of, values
 from tests.cli.roots import flip
 from tests.cli.running import Cli
 from tests.keys import key_pair
+from tests.processes import PATIENCE_S
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def states() -> list[dict[str, Any]]:
 def root(tmp_path: Path, states: list[dict[str, Any]]) -> str:
     job = Job(StoreSpec(str(tmp_path / "root")), plan=plan_of(SHAPES))
     for step, arrays in enumerate(states, 1):
-        job.save(step, arrays).durable(60.0)
+        job.save(step, arrays).durable(PATIENCE_S)
     job.close()
     return str(tmp_path / "root")
 

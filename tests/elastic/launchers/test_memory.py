@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.elastic.launchers.memory import MemoryWatch, _folders
+from tests.processes import PATIENCE_S
 
 EAT = """\
 import os, sys
@@ -63,7 +64,7 @@ def test_who_eats_its_memory_is_named(group: Path) -> None:
         watch.look(process.pid)
         process.stdin.write(b"\n")
         process.stdin.flush()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
     text = watch.killed(process.pid)
     assert text.startswith("killed by the kernel, out of memory (OOM)"), text
     assert "64 MiB" in text, text  # the group's limit
@@ -77,7 +78,7 @@ def test_who_is_killed_by_somebody_is_told_with_the_memory() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         watch.look(process.pid)
         process.kill()
-        process.wait(60)
+        process.wait(PATIENCE_S)
     text = watch.killed(process.pid)
     assert "it held" in text
     assert "of the machine's" in text

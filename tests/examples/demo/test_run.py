@@ -32,7 +32,7 @@ from ckptd_demo.report import (
 )
 from ckptd_demo.spec import ProcessRow
 from tests import programs
-from tests.processes import lives, until
+from tests.processes import PATIENCE_S, lives, until
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "demo.md"
 MAIN = ("-c", "from ckptd.cli.main import main; main()")
@@ -187,7 +187,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, number: signal.Signals) 
         # The demo, two torchruns, their five ranks, and what writes for four of them.
         assert len(pids) >= 12
         process.send_signal(number)
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE_S) == 130
         assert not any(map(lives, pids))
     finally:
         process.kill()

@@ -35,7 +35,7 @@ def test_an_agent_that_is_run_watches(tmp_path: Path) -> None:
             os.kill(ranks[0].pid, signal.SIGKILL)
             until(lambda: not there.rows()[0]["alive"], "a death")
             process.terminate()
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
 
 
 def test_ranks_of_other_jobs_and_nodes_are_left_alone(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_ranks_of_other_jobs_and_nodes_are_left_alone(tmp_path: Path) -> None:
             until(lambda: len(there.sheets) > 3, "sheets")
             assert there.rows() == {}
             process.terminate()
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
 
 
 def test_an_agent_that_a_checkpointer_starts_watches(
@@ -74,7 +74,7 @@ def test_a_watcher_ends_with_its_standard_input() -> None:
             assert there.sheets[0].nodes == ("n",)
             assert process.stdin is not None
             process.stdin.close()
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(

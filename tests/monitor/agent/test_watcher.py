@@ -27,7 +27,7 @@ from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
 from tests.monitor.agent.daemons import SECRET, Daemon, daemon
 from tests.monitor.agent.writers import writers
-from tests.processes import stop, until
+from tests.processes import PATIENCE_S, stop, until
 
 SHORT = HangLimits(floors=dict.fromkeys(Phase, 1.0), warm_steps=0)
 
@@ -294,7 +294,7 @@ def test_the_last_sheet_is_told_though_another_is_under_way(
         monkeypatch.setattr(Uplink, "ready", False)
         for rank in ranks:
             rank.say("exit 0")
-            rank.process.wait(60)
+            rank.process.wait(PATIENCE_S)
     assert [int(row["alive"]) for row in there.rows().values()] == [0, 0]
 
 

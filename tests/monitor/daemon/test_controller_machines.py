@@ -22,7 +22,7 @@ from ckptd.errors import CkptdError
 from ckptd.monitor.daemon.client import DaemonClient
 from tests.cli.running import COMMAND
 from tests.monitor.daemon.test_controller_run import SCRIPT
-from tests.processes import free_port, stop, until
+from tests.processes import PATIENCE_S, free_port, stop, until
 
 JOB, SECRET = "machines", "0123456789abcdef0123456789abcdef"
 
@@ -63,8 +63,8 @@ class Machine:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(60)
-        self._reader.join(60)
+        self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -17,7 +17,7 @@ import pytest
 
 from ckptd.errors import CkptdError
 from ckptd.monitor.daemon.client import DaemonClient
-from tests.processes import stop, until
+from tests.processes import PATIENCE_S, stop, until
 
 SCRIPT = """
 import os, sys, time
@@ -79,7 +79,7 @@ class Job:
 
     def close(self) -> None:
         self.process.kill()
-        self._reader.join(60)
+        self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

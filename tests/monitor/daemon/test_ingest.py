@@ -14,7 +14,7 @@ from ckptd.base.net.signing import check_answer, sign_request
 from ckptd.errors import RefusedError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
 from tests.monitor.daemon.daemons import JOB, SECRET, Running, running, sheets
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 PATH = "/api/v1/sheets"
 
@@ -70,7 +70,7 @@ def test_other_jobs_secrets_and_lives_are_refused(fresh: Running) -> None:
 
 def test_secret_of_a_wrong_job_is_no_way_in(fresh: Running) -> None:
     with pytest.raises(RefusedError):
-        fresh.service.ingest.hand_in("sheet", sheets(job="another")[0]).result(60)
+        fresh.service.ingest.hand_in("sheet", sheets(job="another")[0]).result(PATIENCE_S)
 
 
 def test_too_large_a_body_is_refused_before_it_is_read(fresh: Running) -> None:
@@ -197,5 +197,5 @@ def test_sources_that_are_remembered_are_bounded(
     last = fresh.service.ingest.hand_in(
         "found", pack(EvidenceReport(job=JOB, source="last", number=1))
     )
-    last.result(60)
+    last.result(PATIENCE_S)
     assert len(fresh.service.ingest._newest) <= 10

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 # Importing Megatron warns of what it lacks.
 pytestmark = [pytest.mark.plugins, pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
@@ -130,7 +131,7 @@ def changed_meanwhile(root: str) -> None:
     plain: Any = writer.write_data
 
     def write(self: Any, *args: Any) -> Any:
-        assert begun.wait(60.0)
+        assert begun.wait(PATIENCE_S)
         return plain(self, *args)
 
     weight, rng, step, array = torch.ones(3), torch.zeros(4), torch.tensor(7.0), np.zeros(2)

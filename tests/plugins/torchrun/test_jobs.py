@@ -12,6 +12,7 @@ import pytest
 
 from ckptd.elastic.messages import OrderKind
 from tests.plugins.torchrun.job import TorchrunJob
+from tests.processes import PATIENCE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.forks("small", "all")]
 
@@ -54,7 +55,7 @@ def test_a_fault_of_one_node_costs_the_others_no_restart(tmp_path: Path) -> None
         # No restart is left: an agent ends at the first death of a worker that it sees.
         job.worker(2).kill()
         job.steps(2, generation, nodes={"node0", "node1"})
-        assert job.agents.pop(2).wait(60) == 1
+        assert job.agents.pop(2).wait(PATIENCE_S) == 1
         _ends_well(job)
 
 

@@ -37,6 +37,7 @@ from ckptd.reshard.writers.hf import HfPlace
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
+from tests.processes import PATIENCE_S
 from tests.reshard.llama import groups, per_rank, prepared, program, save, shapes, values
 
 pytestmark = [
@@ -103,7 +104,7 @@ def test_a_plain_state_with_optimizer_and_objects(tmp_path: Path, cli: Cli) -> N
 def test_a_value_that_lies_in_a_file_is_written(tmp_path: Path) -> None:
     # It was said to be a tensor that is not there.
     with ckptd.Checkpointer(tmp_path / "source") as ck:
-        ck.save(1, {"w": torch.ones(2), "order": [*range(9000)]}).durable(60)
+        ck.save(1, {"w": torch.ones(2), "order": [*range(9000)]}).durable(PATIENCE_S)
     write(tmp_path / "source", tmp_path / "out", name="ddp")
     state: dict[str, Any] = {"w": torch.zeros(2), "order": []}
     dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)

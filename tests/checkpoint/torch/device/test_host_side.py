@@ -19,7 +19,7 @@ import ckptd
 from ckptd.checkpoint.torch import ondevice
 from ckptd.errors import SaveError
 from tests.checkpoint.torch.cuda_checks import settle
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
@@ -163,7 +163,7 @@ def replay_between_the_copies() -> str:
         pushed[0]()
         assert handle is not None
         try:
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
         except SaveError as error:
             return error.kind
     return "stored"
@@ -218,7 +218,7 @@ def offload_before_the_copies() -> str:
         assert storage.data_ptr() != before
         release()
         with pytest.raises(SaveError) as caught:
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
         del others
     assert caught.value.where == "w7"
     return caught.value.kind
@@ -250,7 +250,7 @@ def make_again_before_the_copies(device: str) -> str:
         for step in range(1, 20, 2):
             make_again(storage)
             live["w"].fill_(step)
-            ck.save(step, live).durable(60.0)  # a resize before a save is no change of it
+            ck.save(step, live).durable(PATIENCE_S)  # a resize before a save is no change of it
             go = threading.Event()
             ck._saver._copier.submit(go.wait, 60.0)
             handle = ck.save(step + 1, live)
@@ -262,7 +262,7 @@ def make_again_before_the_copies(device: str) -> str:
             found = storage.data_ptr(), live["w"]._version
             go.set()
             try:
-                handle.durable(60.0)
+                handle.durable(PATIENCE_S)
             except SaveError as error:
                 if found == before:
                     return f"{error.where} {error.kind}"
@@ -294,7 +294,7 @@ def save_and_load_with_a_default_device(root: str) -> None:
                 handle = ck.save(step, state)
                 wanted = module.weight.clone()
                 optimizer.step()
-                handle.durable(60.0)
+                handle.durable(PATIENCE_S)
                 settle(ck)
             scalar.zero_()
             assert ck.load(state) == 2

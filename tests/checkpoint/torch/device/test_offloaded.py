@@ -13,6 +13,7 @@ from torch import nn
 
 import ckptd
 from ckptd.errors import SaveError
+from tests.processes import PATIENCE_S
 from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
@@ -52,7 +53,7 @@ class Interleaved(torch.optim.SGD):
 
     def _one(self, parameter: Any, grad: torch.Tensor, place: Any) -> None:
         if self._loose is not None and place == "cpu":
-            self._loose.wait(30)
+            self._loose.wait(PATIENCE_S)
         with torch.no_grad():
             held = self.state[parameter].get("momentum_buffer", torch.zeros_like(grad))
             momentum = held.to(place) if self._loose is None else held

@@ -22,6 +22,7 @@ from ckptd.base.torch.device import kind_of
 from ckptd.checkpoint.torch import filling, loader, upload
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, UsageError
 from ckptd.store import open_store
+from tests.processes import PATIENCE_S
 from tests.reshard.torch.layout.jobs import Tree
 from tests.simdevice import SCHEDULES, installed, run, run_simulated_ranks
 from tests.simdevice.simulator import PLENTY
@@ -80,7 +81,7 @@ def different(found: Values, wanted: Values) -> list[str]:
 
 def save(root: str, state: Values, **options: Any) -> Values:
     with ckptd.Checkpointer(root, **options) as ck:
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
     return {n: t.detach().clone() for n, t in state.items()}
 
 
@@ -126,7 +127,7 @@ def loads_from_its_own_arena(root: str) -> None:
     wanted = {n: t.clone() for n, t in live.items()}
     made = buffers()
     with ckptd.Checkpointer(root, copy=ckptd.CopyOptions(slots=1)) as ck:
-        ck.save(1, live).durable(60.0)
+        ck.save(1, live).durable(PATIENCE_S)
         for name, other in on_devices(values(2)).items():
             live[name].copy_(other)
         made.clear()
@@ -295,7 +296,7 @@ def loads_from_near_memory(root: str) -> None:
     """The agent's segment, mapped to be read, is no memory that a device copies from."""
     state, near = on_devices(values(1)), {"tiers": [ckptd.Memory(every=1)], "every": 100}
     with ckptd.Checkpointer(root, **near) as ck:
-        ck.save(1, state).durable(60.0)
+        ck.save(1, state).durable(PATIENCE_S)
         live = on_devices(values(2))
         with installed().test("lazy") as simulator, ckptd.Checkpointer(root, **near) as other:
             other.load(live)
@@ -446,7 +447,7 @@ def loads_other_shards(root: str) -> None:
     with torch.no_grad():
         columns = DTensor.from_local(odd, mesh, [Shard(1)], run_check=False)
     with ckptd.Checkpointer(root) as ck:
-        ck.save(1, {"w": rows}).durable(60.0)
+        ck.save(1, {"w": rows}).durable(PATIENCE_S)
     with ckptd.Checkpointer(root) as ck:
         ck.load({"w": columns})
     wanted = whole.chunk(2, 1)[dist.get_rank()]
@@ -465,7 +466,7 @@ def fails_on_all_ranks(root: str) -> None:
         return report
 
     with ckptd.Checkpointer(root, timeout_s=30.0) as ck:
-        ck.save(1, live).durable(60.0)
+        ck.save(1, live).durable(PATIENCE_S)
         loader.execute = execute
         with pytest.raises(CkptdError) as caught:
             ck.load(live)
@@ -530,7 +531,7 @@ def loads_another_layout(root: str) -> None:
         "norm.weight": torch.rand(16),
     }
     with ckptd.Checkpointer(root, layout=f"# layout disk\n{PROGRAM}") as ck:
-        ck.save(1, {"model": Tree(full).to("cuda")}).durable(60.0)
+        ck.save(1, {"model": Tree(full).to("cuda")}).durable(PATIENCE_S)
     wanted = {
         "words.weight": torch.cat([full["embed.weight"], torch.full((12, 16), -1.0)]),
         "down.weight": full["down.weight"].to(torch.bfloat16),

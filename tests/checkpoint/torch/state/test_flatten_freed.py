@@ -25,6 +25,7 @@ from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.cuda_checks import settle
+from tests.processes import PATIENCE_S
 
 State = dict[str, Any]
 WIDTH = 128
@@ -347,7 +348,7 @@ def test_the_handle_of_a_failed_save_keeps_nothing(tmp_path: Any) -> None:
             state["plain"]["w"].add_(1.0)
             go.set()
             with pytest.raises(SaveError):
-                handle.durable(60.0)
+                handle.durable(PATIENCE_S)
             settle(ck)
         memory = [t.untyped_storage() for t in (state["plain"]["w"], *state["model"].parameters())]
         return handle, [weakref.ref(ck._saver), *(_alive(m) for m in memory)]

@@ -13,6 +13,7 @@ from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import CkptdError, SaveError
 from tests.checkpoint.torch import changing
 from tests.checkpoint.torch.changing import CHANGES, State
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -66,7 +67,7 @@ class Machine:
             changing.uncounted(state, draw)
         self.done[f"then {after}"] += 1
         try:
-            handle.durable(60.0)
+            handle.durable(PATIENCE_S)
         except SaveError as error:
             if (error.kind, after) != ("mutated", "not asked"):
                 raise

@@ -15,6 +15,7 @@ import ckptd
 from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
 from ckptd.errors import UsageError
 from tests.checkpoint.torch.bridge import give, take
+from tests.processes import PATIENCE_S
 
 _roots = itertools.count()
 Make = Callable[[Any], Any]
@@ -142,9 +143,9 @@ def test_through_a_checkpointer_into_a_stepped_optimizer() -> None:
     held = live.state[other.weight]["momentum_buffer"]
     before = held.clone()
     with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
-        ck.save(1, {"m": model, "o": saved}).durable(60)
+        ck.save(1, {"m": model, "o": saved}).durable(PATIENCE_S)
         saved.k = 6  # nothing else changes: it is asked at each save
-        ck.save(2, {"m": model, "o": saved}).durable(60)
+        ck.save(2, {"m": model, "o": saved}).durable(PATIENCE_S)
         ck.load({"m": other, "o": live})
         assert live.k == 6
         assert torch.equal(held, before), "written to before the optimizer's own load"
@@ -241,7 +242,7 @@ def test_a_part_of_what_it_says_is_given_with_what_it_has() -> None:
     with torch.no_grad():
         saved.state[model.weight]["momentum_buffer"].fill_(3)
     with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
-        ck.save(1, {"m": model, "o": saved}).durable(60)
+        ck.save(1, {"m": model, "o": saved}).durable(PATIENCE_S)
         ck.load({"m": other, "o": live}, only="o.weight.*")
     assert (live.k, live.param_groups[0]["lr"]) == (7, 0.3)
     assert live.state[other.weight]["momentum_buffer"].eq(3).all()
@@ -278,7 +279,7 @@ def test_a_part_of_what_is_said_has_the_type_of_the_parameter(only: Any) -> None
     step(model, saved)
     saved.register_state_dict_post_hook(said_as(lambda key, value: value.half()))
     with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
-        ck.save(1, {"m": model, "o": saved}).durable(60)
+        ck.save(1, {"m": model, "o": saved}).durable(PATIENCE_S)
         ck.load({"m": other, "o": live}, only=only)
     assert live.state[other.weight]["momentum_buffer"].dtype == torch.float32
 
@@ -476,7 +477,7 @@ def test_state_that_lies_in_another_order_lies_so_again() -> None:
         other = nn.Linear(3, 2)
         live = optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
         with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
-            ck.save(1, {"m": model, "o": saved}).durable(60)
+            ck.save(1, {"m": model, "o": saved}).durable(PATIENCE_S)
             ck.load({"m": other, "o": live})
         for key, value in saved.state[model.weight].items():
             found = live.state[other.weight][key]
@@ -511,7 +512,7 @@ def test_state_that_several_parameters_have_in_common_is_one_again(
     if stepped:
         live.state[other.bias]["n"] = torch.zeros(())  # apart
     with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
-        ck.save(1, {"m": model, "o": saved}).durable(60)
+        ck.save(1, {"m": model, "o": saved}).durable(PATIENCE_S)
         ck.load({"m": other, "o": live})
     live.count()
     saved.count()

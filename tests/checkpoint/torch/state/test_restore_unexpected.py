@@ -19,6 +19,7 @@ from ckptd.checkpoint.torch.state.restore import SavedState, without_place
 from ckptd.errors import MismatchError
 from ckptd.testing.ranks import run_ranks
 from tests.base.torch.test_ranks_agree import everywhere
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -89,7 +90,7 @@ def save_stages(root: str) -> dict[str, list[float]]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     state = stage_of(rank, world, 0.5 + rank)
     with ckptd.Checkpointer(root) as ck:
-        ck.save(1, state).durable(60)
+        ck.save(1, state).durable(PATIENCE_S)
     return flat(state)
 
 
@@ -151,7 +152,7 @@ def load_beside(root: str) -> tuple[int, str]:
     first = torch.distributed.get_rank() == 0
     whole = {"model": model, "optim": optimizer} if first else note
     with ckptd.Checkpointer(root, layout=WHOLE) as ck:
-        ck.save(1, whole).durable(60)
+        ck.save(1, whole).durable(PATIENCE_S)
         step = ck.load(whole)
         with pytest.raises(MismatchError) as caught:
             ck.load({"model": model} if first else note)

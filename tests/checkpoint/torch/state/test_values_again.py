@@ -44,7 +44,7 @@ def root_with(value: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     state = {"h": Speaks(0), "p": ckptd.PerRank([0], on_change="drop"), "w": torch.ones(3)}
     with monkeypatch.context() as patch, ckptd.Checkpointer(path) as ck:
         patch.setattr(codec, "encode", lambda *args, **more: value)
-        ck.save(1, state).durable(60)
+        ck.save(1, state).durable(PATIENCE_S)
     return str(path)
 
 
@@ -182,7 +182,7 @@ def test_an_older_reader_is_kept_from_what_it_would_misread(tmp_path: Path) -> N
     ):
         root = tmp_path / str(number)
         with ckptd.Checkpointer(root) as ck:
-            ck.save(1, {"w": torch.ones(2), **value}).durable(60)
+            ck.save(1, {"w": torch.ones(2), **value}).durable(PATIENCE_S)
         with open_store(str(root)) as store:
             assert told_of_values(store) == wanted, number
 
@@ -190,7 +190,7 @@ def test_an_older_reader_is_kept_from_what_it_would_misread(tmp_path: Path) -> N
 def test_the_word_stays_in_copies(tmp_path: Path, cli: Cli) -> None:
     held = [1]
     with ckptd.Checkpointer(tmp_path / "a") as ck:
-        ck.save(1, {"w": torch.ones(2), "o": Speaks([held, held])}).durable(60)
+        ck.save(1, {"w": torch.ones(2), "o": Speaks([held, held])}).durable(PATIENCE_S)
     cli.good("cp", str(tmp_path / "a"), str(tmp_path / "b"))
     cli.good("reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--to", "ddp")
     for name in "bc":

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 import ckptd
 from ckptd.errors import UsageError
 from tests.checkpoint.torch.bridge import give, take
+from tests.processes import PATIENCE_S
 
 _roots = itertools.count()
 
@@ -90,7 +91,7 @@ def test_an_average_that_begins_with_the_models_memory() -> None:
     whole, part, tensors = make(), make(), make()
     weight = part["m"].weight.detach().clone()
     with ckptd.Checkpointer(f"memory://fresh{next(_roots)}") as ck:
-        ck.save(1, saved).durable(60)
+        ck.save(1, saved).durable(PATIENCE_S)
         ck.load(whole)
         ck.load(part, only=["ema", "ema.*"])
         ck.load(tensors, only="ema.weight")
@@ -145,7 +146,7 @@ def test_schedules_over_a_rate_that_is_a_tensor() -> None:
     for key in ("m", "o", "s"):
         plain[key].load_state_dict(saved[key].state_dict())
     with ckptd.Checkpointer(f"memory://fresh{next(_roots)}") as ck:
-        ck.save(1, saved).durable(60)
+        ck.save(1, saved).durable(PATIENCE_S)
         ck.load(live)
     for _ in range(4):
         for state in (plain, live):

@@ -15,6 +15,7 @@ import ckptd
 from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import UsageError
 from tests.checkpoint.torch.bridge import give, take
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -71,7 +72,7 @@ def test_a_tensor_of_a_type_of_which_torch_makes_no_zeros(live: Any) -> None:
 
     state = {"l": [make(0)] if live == "same" else live}
     with ckptd.Checkpointer(f"memory://kinds{next(_roots)}") as ck:
-        ck.save(1, {"l": [make(35)]}).durable(60)
+        ck.save(1, {"l": [make(35)]}).durable(PATIENCE_S)
         ck.load(state)
     assert state["l"][0].dtype == torch.float4_e2m1fn_x2
     assert state["l"][0].view(torch.uint8).tolist() == [35] * 6
@@ -83,7 +84,7 @@ def test_a_state_without_tensors_loads_without_a_warning(
     # A data file was called missing that is not written where there is nothing for it.
     state = {"v": [0]}
     with caplog.at_level(logging.WARNING), ckptd.Checkpointer(str(tmp_path / "root")) as ck:
-        ck.save(1, {"v": [1, 2]}).durable(60)
+        ck.save(1, {"v": [1, 2]}).durable(PATIENCE_S)
         ck.load(state)
     assert state == {"v": [1, 2]}
     assert not [r for r in caplog.records if r.name == "ckptd"]

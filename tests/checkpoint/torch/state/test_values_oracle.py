@@ -26,6 +26,7 @@ import ckptd
 from ckptd.checkpoint.format import codec
 from ckptd.errors import CorruptError, UsageError
 from ckptd.store.memory import forget_memory
+from tests.processes import PATIENCE_S
 
 _roots = itertools.count()
 SEEDS = 25
@@ -120,7 +121,7 @@ def ours(way: Any, value: Any, there: Any = None) -> Any:
     saved, (live, get) = way(value, "saved")[0], way(there, "live")
     root = f"values-oracle{next(_roots)}"
     with ckptd.Checkpointer(f"memory://{root}") as ck:
-        ck.save(1, {"s": saved}).durable(60)
+        ck.save(1, {"s": saved}).durable(PATIENCE_S)
         ck.load({"s": live})
     forget_memory(root)
     return get()
@@ -425,7 +426,7 @@ def test_containers_of_the_state_stay_those_that_the_program_has() -> None:
     saved = {"a": Config(), "b": Config(x=1), "c": collections.defaultdict(int, {(1, 2): 3})}
     saved["d"] = {"in": Config(y=2)}
     with ckptd.Checkpointer(f"memory://live{next(_roots)}") as ck:
-        ck.save(1, saved).durable(60)
+        ck.save(1, saved).durable(PATIENCE_S)
         ck.load(live)
     assert [type(v) for v in before.values()] == [Config, Config, collections.defaultdict]
     assert (live["d"], type(live["d"]["in"])) == ({"in": {"y": 2}}, dict)
@@ -516,7 +517,7 @@ def test_modules_that_have_no_hash() -> None:
     saved, live = make(1), make(7)
     with ckptd.Checkpointer(f"memory://alike{next(_roots)}") as ck:
         for step in (1, 2):
-            ck.save(step, saved).durable(60)
+            ck.save(step, saved).durable(PATIENCE_S)
         ck.load(live)
     found = [live["m"][0].w[0], live["m"][1].w[0], live["n"].w[0]]
     assert [x.item() for x in found] == [1.0, 2.0, 3.0]
@@ -537,7 +538,7 @@ def test_a_module_is_given_a_dict_of_the_class_that_it_says() -> None:
     # It was given an OrderedDict.
     live = Bare(1, 1)
     with ckptd.Checkpointer(f"memory://bare{next(_roots)}") as ck:
-        ck.save(1, {"m": Bare(1, 1)}).durable(60)
+        ck.save(1, {"m": Bare(1, 1)}).durable(PATIENCE_S)
         ck.load({"m": live})
     assert live.given is dict
 

@@ -23,6 +23,7 @@ import ckptd
 from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import UsageError
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -372,7 +373,7 @@ def test_a_wrapper_that_says_and_takes_its_state_comes_back_as_by_torch(kind: st
     with ckptd.Checkpointer(f"memory://{uuid.uuid4().hex}") as ck:
         for step in (1, 2, 3):
             train(model, wrapper)
-            ck.save(step, {"model": model, "optim": wrapper}).durable(60.0)
+            ck.save(step, {"model": model, "optim": wrapper}).durable(PATIENCE_S)
             file = io.BytesIO()
             torch.save(speaker.state_dict(), file)
             file.seek(0)
@@ -506,7 +507,7 @@ def save_zero(root: str) -> tuple[str, str]:
             said = f"{error.message} {error.hint}"
         handle = ck.save(2, {"model": model, "optim": zero.optim})
         assert handle is not None
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
         mine = {id(p) for g in zero.optim.param_groups for p in g["params"]}
         names = {f"optim.{n}.exp_avg" for n, p in model.named_parameters() if id(p) in mine}
         zero.optim.state.clear()
@@ -536,7 +537,7 @@ def reload_sharded(root: str) -> list[Any]:
         for _ in range(2):
             train(*pairs[0])
         with ckptd.Checkpointer(f"{root}{number}", timeout_s=60.0) as ck:
-            ck.save(1, dict(zip(("model", "optim"), pairs[0], strict=True))).durable(60.0)
+            ck.save(1, dict(zip(("model", "optim"), pairs[0], strict=True))).durable(PATIENCE_S)
             ck.load(dict(zip(("model", "optim"), pairs[1], strict=True)))
         same = pairs[0][1].n == pairs[1][1].n or kind not in (InGroups, Counts)
         for pair in pairs:

@@ -21,6 +21,7 @@ import ckptd
 from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from tests.checkpoint.torch.state.oracle import differences, reloaded
+from tests.processes import PATIENCE_S
 
 # --- modules that say more than they hold ---------------------------------------------------------
 
@@ -474,7 +475,7 @@ def loaded() -> dict[str, nn.Module]:
     with ckptd.Checkpointer("memory://words") as checkpointer:
         handle = checkpointer.save(1, {n: trained(make()) for n, make in MODULES.items()})
         assert handle is not None
-        handle.durable(60)
+        handle.durable(PATIENCE_S)
         fresh = {name: make() for name, make in MODULES.items()}
         checkpointer.load(fresh)
         report = checkpointer.last_load
@@ -498,7 +499,7 @@ def save(root: Path | str, state: dict[str, Any], step: int = 1) -> None:
     with ckptd.Checkpointer(str(root)) as checkpointer:
         handle = checkpointer.save(step, state)
         assert handle is not None
-        handle.durable(60)
+        handle.durable(PATIENCE_S)
 
 
 def load(root: Path | str, state: dict[str, Any], **options: Any) -> ckptd.LoadReport:
@@ -600,7 +601,7 @@ def test_the_same_names_may_say_something_else(tmp_path: Path) -> None:
             module.n = step
             handle = checkpointer.save(step, state)
             assert handle is not None
-            handle.durable(60)
+            handle.durable(PATIENCE_S)
         for step in (3, 1):
             fresh = pre_hook()
             checkpointer.load({"m": nn.Sequential(fresh)}, step)
@@ -663,7 +664,7 @@ def test_a_module_converts_what_an_older_one_saved(
         for step in (1, 2):  # the second time the form of the state is remembered
             handle = checkpointer.save(step, state)
             assert handle is not None
-            handle.durable(60)
+            handle.durable(PATIENCE_S)
     fresh: Any = nn.Sequential(nn.Linear(1, 1), after())
     report = load(tmp_path, {"m": fresh})
     assert (report.missing, report.unexpected) == ((), ())

@@ -82,7 +82,7 @@ def save(root: str, kind: str, value: float) -> None:
     with ckptd.Checkpointer(root, timeout_s=60.0) as ck:
         handle = ck.save(int(value), {"model": model(kind, value)})
         assert handle is not None
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
 
 
 def load(root: str, kind: str) -> tuple[int, float, list[float]]:
@@ -144,7 +144,7 @@ def outcomes(root: str) -> list[str]:
             with ckptd.Checkpointer(f"{root}/{change.__name__}", timeout_s=60.0) as ck:
                 handle = ck.save(1, {"model": net})
                 assert handle is not None
-                handle.durable(60.0)
+                handle.durable(PATIENCE_S)
         except CkptdError as error:
             found.append(f"{error.kind} {error.where}")
         else:
@@ -185,7 +185,7 @@ def stages(root: str) -> tuple[list[str], float]:
     with ckptd.Checkpointer(root, timeout_s=60.0) as ck:
         handle = ck.save(1, {"model": saved})
         assert handle is not None
-        handle.durable(60.0)
+        handle.durable(PATIENCE_S)
         ck.load({"model": fresh})
     mine: Any = fresh[f"s{rank}"]
     return fresh.given, mine.weight.item()
