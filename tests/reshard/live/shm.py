@@ -172,14 +172,10 @@ class ShmTransport:
     def _take(self, peer: int) -> None:
         """Take the next message of a rank for this one, if it is there."""
         found = self._segment(peer)
-        mine = [
-            (int(h[_NUMBER]), i)
-            for i, h in enumerate(found.heads)
-            if h[_NUMBER] != h[_TAKEN] and h[_PEER] == self.rank
-        ]
+        mine = [(n, i) for i, h in enumerate(found.heads) if (n := self._waits(h))]
         if not mine:
             return
-        _, slot = min(mine)
+        number, slot = min(mine)
         head = found.heads[slot]
         pending = self._receives[peer].popleft()
         if int(head[_LENGTH]) != len(pending.data):
@@ -190,8 +186,17 @@ class ShmTransport:
                 found=f"{int(head[_LENGTH])} bytes",
             )
         pending.data[:] = found.slots[slot][: len(pending.data)]
-        head[_TAKEN] = head[_NUMBER]
+        head[_TAKEN] = number
         pending.done = True
+
+    def _waits(self, head: NDArray[np.int64]) -> int:
+        """Return the number of a slot's message if it waits for this rank; 0 if not.
+
+        For whom it is must be read before it is known that nobody has taken it: the slot may have
+        another message meanwhile, the number of which is not there yet.
+        """
+        number, peer = int(head[_NUMBER]), int(head[_PEER])
+        return number if peer == self.rank and head[_TAKEN] != number else 0
 
     def _check_slots(self) -> None:
         """Raise when a rank is gone that has not emptied its slot."""
