@@ -81,6 +81,11 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
     config = session.config
     if not leftovers.leads(config) or not config.getoption("tx", None) or config.option.fast:
         return (yield)
+    if sys.version_info >= (
+        3,
+        14,
+    ):  # a fork server has a key there, which `programs.workers` has not
+        return (yield)
     offspring.set_wanted("all", makers={"all": programs.workers})
     written = any(Path(__file__).parent.glob("__pycache__/test_*.pyc"))
     if not written and not sys.dont_write_bytecode:

@@ -22,7 +22,7 @@ class TestLocal(StoreContract):
 
 
 class _Smaller(StoreContract):
-    """`TestLocal` and `TestS3` have the contract's sizes; here three blocks, a short page."""
+    """`TestLocal` has the contract's sizes, `TestS3` its listing; here: three blocks, a page."""
 
     big_bytes = (18 << 20) + 4099
     long_listing = 120

@@ -376,6 +376,7 @@ class Saver:
         """Hand the save over, copy what may change at once, and let a thread copy the rest."""
         rank = self._board.rank
         if self._steps_of != plan.digest:
+            self._steps_of = ""
             build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
             with no_collection():
                 self._steps = copy_steps(plan, rank, laid, self._describer)

@@ -1,5 +1,8 @@
 {{- define "ckptd.job" -}}
-{{ .Values.job | default .Release.Name }}
+{{- $job := .Values.job | default .Release.Name -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,40}[a-z0-9])?$" $job) }}{{ fail (printf "the job's name %q is no name of hosts of at most 42 characters: set job=NAME" $job) }}{{ end -}}
+{{- if has $job (list "on" "off" "yes" "no" "y" "n" "true" "false" "null") }}{{ fail (printf "YAML reads the job's name %q as another value: set job=NAME" $job) }}{{ end -}}
+{{ $job }}
 {{- end }}
 
 {{- /* The controller's name in the job's own subdomain. */ -}}
@@ -162,6 +165,7 @@ resources: {{- toYaml .Values.launchers.resources | nindent 2 }}
 
 {{- /* What follows `ckptd run`. */ -}}
 {{- define "ckptd.words" -}}
+{{- if gt (int .Values.nodes.min) (int .Values.nodes.max) }}{{ fail "nodes: min is above max" }}{{ end -}}
 - --job={{ include "ckptd.job" . }}
 - --rdzv-endpoint={{ include "ckptd.host" . }}:29400
 - --nnodes={{ .Values.nodes.min }}:{{ .Values.nodes.max }}
@@ -170,6 +174,7 @@ resources: {{- toYaml .Values.launchers.resources | nindent 2 }}
 - --layout={{ . }}
 {{- end }}
 {{- range .Values.script }}
+{{- if and (not $.Values.claim) (contains (printf "%s/" $.Values.mount) .) }}{{ fail (printf "script: %q lies on a volume, and claim is empty: set script too" .) }}{{ end }}
 - {{ . | quote }}
 {{- end }}
 {{- end }}
@@ -188,7 +193,7 @@ dnsPolicy: ClusterFirstWithHostNet
 {{- with .Values.trainer.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-# Near each other, where the cluster names zones, and each on a machine of its own.
+# Near each other, where the cluster names zones, and on machines of their own, where there are enough.
 affinity:
   podAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -244,13 +249,7 @@ volumeMounts:
   {{- if .Values.claim }}
   - {name: checkpoints, mountPath: {{ .Values.mount }}}
   {{- end }}
-securityContext:
-  allowPrivilegeEscalation: false
-  capabilities:
-    drop: [ALL]
-    {{- if .Values.rdma.enabled }}
-    add: [IPC_LOCK]
-    {{- end }}
+securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- end }}
 
 {{- define "ckptd.resources" -}}
