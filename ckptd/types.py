@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,9 +47,9 @@ class DType(msgspec.Struct, frozen=True, dict=True):
         """The numpy type; imports ml_dtypes only for types that numpy lacks."""
         import numpy as np
 
-        if not hasattr(np, self.numpy_name):
-            import ml_dtypes  # noqa: F401  # numpy knows the names of its types from then on
-        return np.dtype(self.numpy_name)
+        there: Any = np if hasattr(np, self.numpy_name) else import_module("ml_dtypes")
+        found: np.dtype[Any] = np.dtype(getattr(there, self.numpy_name))
+        return found
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a safetensors header states for a chunk of logical `shape`."""

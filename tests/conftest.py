@@ -33,6 +33,8 @@ from tests.writing import VARIABLE
 
 _NEW = "TESTS_IN_NEW_CHECKOUT"
 """Is there for workers of a run that finds no compiled module of tests."""
+_KEYED = (3, 14)
+"""From this Python on a fork server asks for a key, which `programs.workers` does not pass on."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,12 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
     """Fork the workers of the run, which would each import the same: 5 s of CPU."""
     config = session.config
-    if not leftovers.leads(config) or not config.getoption("tx", None) or config.option.fast:
-        return (yield)
-    if sys.version_info >= (
-        3,
-        14,
-    ):  # a fork server has a key there, which `programs.workers` has not
+    forks = sys.version_info < _KEYED and config.getoption("tx", None) and not config.option.fast
+    if not (forks and leftovers.leads(config)):
         return (yield)
     offspring.set_wanted("all", makers={"all": programs.workers})
     written = any(Path(__file__).parent.glob("__pycache__/test_*.pyc"))

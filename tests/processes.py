@@ -70,16 +70,17 @@ def until(
 def free_port() -> int:
     """Return a port of the loopback address that was free a moment ago.
 
-    It is none of those that the kernel gives whoever asks for any port, or connects: one of these
-    may be another's before the test binds it.
+    It lies below the range from which the kernel chooses ports: a port of that range may get
+    another owner before the test binds it.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     ports = [*range(10_000, int(given[0]))] or [0]
-    while True:
+    for _ in range(100):
         with suppress(OSError):
             with socket.create_server(("127.0.0.1", secrets.choice(ports))) as server:
                 port: int = server.getsockname()[1]
             return port
+    raise OSError("100 ports of the loopback address were tried, and none is free")
 
 
 def lives(pid: int) -> bool:

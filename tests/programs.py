@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, forkserver
@@ -204,8 +205,10 @@ def _live_with_zygote(words: Sequence[str], env: Mapping[str, str], cwd: str) ->
                 os.dup2(2, 1)  # nobody else holds the pipes to the one that has started the worker
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 forkserver.main(listener.detach(), alive, [])
-            finally:
-                os._exit(0)
+            except BaseException:  # noqa: BLE001 - nothing else of this process may run
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
     os.close(alive)
     known._forkserver_address, known._forkserver_alive_fd = address, ours
     known._forkserver_pid = pid
@@ -217,7 +220,7 @@ def live(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    tempfile.tempdir = None  # found by the variables anew
+    tempfile.tempdir = None  # so that tempfile reads the variables again
     at_once = words[0] == "-u"
     for name, number in (("stdout", 1), ("stderr", 2)):
         buffering = 1 if number == 2 or at_once else -1

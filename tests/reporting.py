@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.processes import PATIENCE_S
 from tests.simdevice.processes import servers
 
 _PROPERTY, _COST, _PACE = "report-line", "cost", "pace"
@@ -125,7 +126,11 @@ def pace() -> float:
         compile(inspect.getsource(argparse), "argparse", "exec")
     with mmap.mmap(-1, size := 64 << 20) as memory:
         memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
-    subprocess.run([sys.executable, "-I", "-c", "import argparse, decimal, json"], check=True)
+    subprocess.run(
+        [sys.executable, "-I", "-c", "import argparse, decimal, json"],
+        check=True,
+        timeout=PATIENCE_S,
+    )
     return float(sum((_now() - began)[1:]))
 
 

@@ -93,7 +93,7 @@ def test_the_pod() -> None:
     (volume,) = pod["volumes"]
     (mount,) = agent["volumeMounts"]
     assert volume == {"name": mount["name"], "emptyDir": {}}
-    # The volume is open to others; the folder below it is made by whoever comes first.
+    # The volume is open to others; the first process makes the folder below it.
     (run,) = (e["value"] for e in agent["env"] if e["name"] == "CKPTD_RUN_DIR")
     assert Path(run).parent == Path(mount["mountPath"])
 

@@ -47,7 +47,7 @@ def test_the_newest_whole_version_stays_until_there_is_another() -> None:
 
 
 def test_who_has_the_newest_version_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was told at once that there is none, and the server asked again, as fast as it could."""
+    """The table answered at once that there is none, and the server asked again without a pause."""
     book = VersionTable(2, 60.0)
     made(book, 1)
     waits, found = threading.Event(), list[tuple[int, int] | None]()

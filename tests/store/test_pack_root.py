@@ -77,6 +77,12 @@ def place(
     s3_client._session.cache_clear()
 
 
+def save(ck: ckptd.Checkpointer, step: int, values: dict[str, Any]) -> None:
+    handle = ck.save(step, values)
+    assert handle is not None
+    handle.durable(PATIENCE_S)
+
+
 def cli(*args: str) -> int:
     return run(args)
 
@@ -84,7 +90,7 @@ def cli(*args: str) -> int:
 def test_a_packed_root_is_a_root(place: Place, tmp_path: Path) -> None:
     with place.checkpointer(storage=ckptd.Storage(compress=1)) as ck:
         for step in (1, 2, 3):
-            ck.save(step, state(step)).durable(PATIENCE_S)  # type: ignore[union-attr]
+            save(ck, step, state(step))
     packed = [n for n in place.names() if ".safetensors" in n]
     assert len(packed) == 3
     assert all(n.endswith(".safetensors.zp") for n in packed)
@@ -119,7 +125,7 @@ def test_retention_deletes_what_is_packed(tmp_path: Path) -> None:
     place = Place(str(tmp_path), {})
     with place.checkpointer(storage=ckptd.Storage(compress=1), keep=1) as ck:
         for step in (1, 2, 3, 4):
-            ck.save(step, state(step, 100)).durable(PATIENCE_S)  # type: ignore[union-attr]
+            save(ck, step, state(step, 100))
     assert cli("gc", place.url, "--yes") == 0
     folders = {n.split("/")[1] for n in place.names()}
     assert {f[:12] for f in folders} == {"000000000004"}
@@ -150,7 +156,7 @@ def test_damage_is_named_and_an_older_step_is_loaded(
     root = str(tmp_path)
     with ckptd.Checkpointer(root, storage=ckptd.Storage(compress=1)) as ck:
         for step in (1, 2):
-            ck.save(step, state(step)).durable(PATIENCE_S)  # type: ignore[union-attr]
+            save(ck, step, state(step))
     [file] = (tmp_path / "data").glob("000000000002-*/*.zp")
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -192,7 +198,7 @@ def test_a_writing_process_that_is_killed_leaves_nothing_that_counts(
 ) -> None:
     root = str(tmp_path)
     with ckptd.Checkpointer(root, storage=ckptd.Storage(compress=1)) as ck:
-        ck.save(1, state(1)).durable(PATIENCE_S)  # type: ignore[union-attr]
+        save(ck, 1, state(1))
     code = [sys.executable, "-c", _KILLED, root, op]
     done = subprocess.run(code, timeout=PATIENCE_S, check=False, capture_output=True)
     assert done.returncode == 7, done.stderr

@@ -449,7 +449,7 @@ class FileMap:
     def all_data_bytes(self, nfiles: int) -> I64:
         """Return `data_bytes` of each of the `nfiles` files, in work that grows with the pieces.
 
-        Do not write to it.
+        Not to be written to: the next call returns the same array.
         """
         if (total := self._data_bytes.get(nfiles)) is not None:
             return total
@@ -462,6 +462,7 @@ class FileMap:
             held = files != ABSENT
             weight = int(self._tensors_of[i]) * itemsize
             np.add.at(total, files[held] + base, self.numels(grid)[held] * weight)
+        total.flags.writeable = False
         return self._data_bytes.setdefault(nfiles, total)
 
     def nchunks(self, file: int) -> int:

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from tests.processes import free_port
+
 RANKS, BAD = 3, 1
 _FAIL_S, _TIMEOUT_S = 30.0, 4
 PROGRAMS: dict[str, tuple[Callable[[], None], str, tuple[int, ...]]] = {}
@@ -184,9 +186,7 @@ def rank(name: str, number: int, port: int, folder: Path) -> None:
 def play(folder: Path, name: str) -> dict[str, str]:
     """Run one program; return what each rank has printed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pids = []
     for number in range(RANKS):
         pid = os.fork()

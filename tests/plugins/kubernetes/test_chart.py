@@ -1,4 +1,4 @@
-"""deploy/helm: the chart renders what Kubernetes and the code want, whoever makes the pods."""
+"""deploy/helm: Kubernetes and ckptd accept what the chart renders, in each of its three ways."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_volumes_and_secrets_are_there(job: list[dict[str, Any]], values: tuple[
             assert set(mounts) <= volumes
             env = {each["name"]: each for each in container["env"]}
             assert "secretKeyRef" in env["CKPTD_SECRET"]["valueFrom"]
-            # The folder below the volume is made by whoever comes first.
+            # The first process makes the folder below the volume.
             assert str(Path(env["CKPTD_RUN_DIR"]["value"]).parent) == mounts["run"]
             # A store's keys, or a volume: all write and read where the checkpoints are.
             assert ("checkpoints" in mounts) == ("claim=" not in values)

@@ -264,5 +264,5 @@ securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- range . -}}{{- $names = append $names (dict "name" .name) -}}{{- end -}}
 {{- $all = set $all "claims" $names -}}
 {{- end -}}
-resources: {{- toYaml $all | nindent 2 }}
+{{ toYaml $all }}
 {{- end }}
