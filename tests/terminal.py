@@ -106,15 +106,9 @@ class Terminal:
             pass
         return self.process.wait(PATIENCE_S)
 
-    def shown(self, columns: int = 0) -> str:
-        """Return the screen as text, without what is blank at the ends of lines and below.
-
-        With `columns`: that of a terminal of this width, if all was written there.
-        """
-        screen = pyte.Screen(columns, self.screen.lines) if columns else self.screen
-        if columns:
-            pyte.ByteStream(screen).feed(self.raw)
-        lines = [line.rstrip() for line in screen.display]
+    def shown(self) -> str:
+        """Return the screen as text, without what is blank at the ends of lines and below."""
+        lines = [line.rstrip() for line in self.screen.display]
         return "\n".join(lines).rstrip() + "\n"
 
     def looks(self, words: str) -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.fuzzing.targets import TARGETS
 
 pytest.importorskip("atheris", reason="atheris has no build for this Python")
-RUNS = 200
+RUNS = 400
 AN_HOUR_S = 3600
 
 

@@ -28,18 +28,12 @@ MIB = 1 << 20
 
 
 class TestPackedMemory(StoreContract):
-    big_bytes: ClassVar[int] = (18 << 20) + 4099
-    long_listing: ClassVar[int] = 120
-
     @pytest.fixture
     def spec(self) -> StoreSpec:
         return StoreSpec(f"memory://{uuid.uuid4().hex}").wrapped(EVERYTHING)
 
 
 class TestPackedLocal(StoreContract):
-    big_bytes: ClassVar[int] = (18 << 20) + 4099
-    long_listing: ClassVar[int] = 120
-
     @pytest.fixture
     def spec(self, tmp_path: Path) -> StoreSpec:
         return StoreSpec(str(tmp_path / "root")).wrapped(EVERYTHING, RetrySpec())
@@ -47,8 +41,7 @@ class TestPackedLocal(StoreContract):
 
 @pytest.mark.parametrize("server", [MOTO], indirect=True)
 class TestPackedS3(StoreContract):
-    big_bytes: ClassVar[int] = (16 << 20) + 4099
-    long_listing: ClassVar[int] = 20
+    long_listing: ClassVar[int] = 60
     race_processes: ClassVar[int] = 2
 
     @pytest.fixture
