@@ -20,7 +20,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -39,9 +38,14 @@
 #include <unordered_map>
 #include <vector>
 
+// As torch/csrc/jit/python/pybind_utils.h has it, which costs the compiler a fifth of its time.
+namespace torch::jit {
+TORCH_PYTHON_API py::object toPyObject(c10::IValue value);
+}
+
 namespace {
 
-using Stack = torch::jit::Stack;
+using Stack = std::vector<c10::IValue>;
 using Group = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
 
 // The layout of ckptd/monitor/ring.py; `layout` below lets the loader compare.
