@@ -252,6 +252,31 @@ def disk_limit(folder: str, size: int, streams: int = 2) -> dict[str, float]:
     return found
 
 
+def snapshot_limit(folder: str, size: int) -> float:
+    """Return the CPU seconds of a snapshot that outlives its process, and of its write: a floor.
+
+    Fresh shared memory, a copy into it, and direct writes of it with fsync; no digests, no import.
+    """
+    block, path = 4 * MIB, Path(folder) / "snapshot"
+    size = size // block * block
+    source = mmap.mmap(-1, block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    source[:] = os.urandom(block)
+    stock(size)
+    before = tree_cpu()
+    with mmap.mmap(-1, size) as snapshot:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        for at in range(0, size, block):
+            snapshot[at : at + block] = memoryview(source)
+        view = memoryview(snapshot)
+        for at in range(0, size, block):
+            os.pwrite(fd, view[at : at + block], at)
+        view.release()
+        os.fsync(fd)
+        os.close(fd)
+    path.unlink()
+    return tree_cpu() - before
+
+
 def copy_limit(folder: str, streams: int = 2) -> float:
     """Return the seconds that a plain copy of the files of `folder` takes: what one disk can do.
 
