@@ -36,40 +36,45 @@ def available_bytes() -> int:
         import psutil
 
         machine = int(psutil.virtual_memory().available)
-    return min([machine, *_rooms()])
+    rooms = (room for room in map(_room, memory_groups()) if room is not None)
+    return min([machine, *rooms])
 
 
-def _rooms() -> Iterator[int]:
-    """Yield the room below the memory limit of this control group and of those around it."""
+def memory_groups(groups: Path | None = None, own: Path | None = None) -> Iterator[Path]:
+    """Yield the folder of this process's memory control group, and of those around it.
+
+    Parameters
+    ----------
+    groups, own
+        Where control groups are mounted, and what names this process's; in tests other ones.
+    """
     try:
-        lines = _OWN.read_text().splitlines()
+        lines = (own or _OWN).read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, own = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "")
-            yield from _walk(_CGROUP, own, *names)
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-            yield from _walk(_CGROUP / "memory", own, *names)
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = (groups or _CGROUP) / ("memory" if controllers else "")
+        folder = top / name.lstrip("/")
+        if not folder.exists():  # the path is the host's, the mount is the container's
+            folder = top
+        yield folder
+        yield from (f for f in folder.parents if f.is_relative_to(top))
 
 
-def _walk(top: Path, own: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """Go from the own group up to `top`, where a container's mount begins."""
-    folder = top / own.lstrip("/")
-    if not folder.exists():  # the path is the host's, the mount is the container's
-        folder = top
-    while True:
-        room = _room(folder, limit, usage, prefix)
-        if room is not None:
-            yield room
-        if folder == top or top not in folder.parents:
-            return
-        folder = folder.parent
+def kill_counts(groups: Path | None = None, own: Path | None = None) -> Iterator[Path]:
+    """Yield the files that count kills for lack of memory, of the groups of `memory_groups`."""
+    names = ("memory.events", "memory.oom_control")  # of the second version, and of the first
+    return (f for g in memory_groups(groups, own) for n in names if (f := g / n).exists())
 
 
-def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
+def _room(folder: Path) -> int | None:
+    """Return the room below the memory limit of a control group; None where it has none."""
+    limit, usage, prefix = "memory.max", "memory.current", ""
+    if not (folder / limit).exists():  # of the first version
+        limit, usage, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
     try:
         most = (folder / limit).read_text().strip()
         if most == "max" or int(most) >= _NO_LIMIT:

@@ -13,9 +13,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ckptd.base.runtime.host import kill_counts
 from ckptd.errors import size_text
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _LOG_BYTES = 8192
 _MOST_LINES = 20_000
 _KILLED = re.compile(r"Killed process (\d+) \((.*?)\).*?anon-rss:(\d+)kB")
@@ -24,16 +24,10 @@ _NEW_S = 30.0
 
 
 class MemoryWatch:
-    """Looks at the memory of processes of this machine, and at kills for lack of it.
+    """Looks at the memory of processes of this machine, and at kills for lack of it."""
 
-    Parameters
-    ----------
-    groups
-        Where control groups are mounted; in tests another folder.
-    """
-
-    def __init__(self, groups: Path = _CGROUPS) -> None:
-        self._folders = _folders(groups)
+    def __init__(self) -> None:
+        self._counts = list(kill_counts())
         self._kills = self._count()
         self._held: dict[int, int] = {}
         """Most bytes that each process was seen to hold."""
@@ -70,15 +64,14 @@ class MemoryWatch:
 
     def _count(self) -> list[int]:
         """Return the kills that were counted, for each control group that is known and for all."""
-        files = ("memory.events", "memory.oom_control")  # of the second version, and of the first
-        out = [max(_field(folder / name, "oom_kill") for name in files) for folder in self._folders]
+        out = [_field(file, "oom_kill") for file in self._counts]
         # Of the whole machine: the only one that is counted where a group has no limit.
         return [*out, _field(Path("/proc/vmstat"), "oom_kill")]
 
     def _facts(self, pid: int, *, machine: bool) -> str:
         held = self._held.get(pid)
         facts = [f"it held {size_text(held)} at most"] if held else []
-        for folder in self._folders:
+        for folder in (file.parent for file in self._counts):
             limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
             if 0 < limit < _UNLIMITED:
                 most = _number(folder / "memory.peak") or _number(
@@ -96,25 +89,6 @@ class MemoryWatch:
                 f"{size_text(free << 10)} of the machine's {size_text(total << 10)} are free now"
             )
         return ", ".join(facts)
-
-
-def _folders(groups: Path) -> list[Path]:
-    """Return the folders of this process's memory control group and of those above it."""
-    out: list[Path] = []
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, name = line.split(":", 2)
-            if kinds not in ("", "memory"):
-                continue
-            base = groups / "memory" if kinds else groups
-            folder = base / name.lstrip("/")
-            while True:
-                if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
-                    out.append(folder)
-                if folder in (base, folder.parent):
-                    break
-                folder = folder.parent
-    return out
 
 
 def _number(path: Path) -> int:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from ckptd.base.runtime.host import kill_counts
 from ckptd.errors import one_line
 from ckptd.monitor.report import Sign
 from ckptd.monitor.rules.said import class_of
@@ -284,9 +285,8 @@ def pressure(
     proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 ) -> Callable[[], Iterator[Sign]]:
     """Look for tasks that wait for disks or memory, and for ends by a limit of memory."""
-    own = [line[4:] for line in _text(proc / "self/cgroup").splitlines() if line[:4] == "0::/"]
-    events = groups / "".join(own) / "memory.events"
-    killed = [_field(events, "oom_kill")]
+    kills = next(kill_counts(groups, proc / "self/cgroup"), proc)
+    killed = [_field(kills, "oom_kill")]
 
     def look() -> Iterator[Sign]:
         for what, most in _STALLED.items():
@@ -296,7 +296,7 @@ def pressure(
                 text = f"some tasks waited for {what} {share['some']:.0f} % of the last 10 s, all "
                 text += f"at once {share['full']:.0f} %"
                 yield Sign(what=f"{what} stall", text=text, kinds=_DISK, weight=0.3)
-        now = _field(events, "oom_kill")
+        now = _field(kills, "oom_kill")
         if now > killed[0]:
             text = f"the kernel ended {now - killed[0]:.0f} processes at this group's memory limit"
             yield Sign(what="memory limit", text=text, kinds=(_V.CRASH,), weight=0.4)

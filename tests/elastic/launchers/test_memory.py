@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.launchers.memory import MemoryWatch, _folders
+from ckptd.base.runtime.host import kill_counts, memory_groups
+from ckptd.elastic.launchers.memory import MemoryWatch
 from tests.processes import PATIENCE_S
 
 EAT = """\
@@ -29,7 +30,7 @@ while True:
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A control group of ours with 64 MB, below the one that this process is in."""
-    base = next(iter(_folders(Path("/sys/fs/cgroup"))), None)
+    base = next(memory_groups(), None)
     if base is None:
         pytest.skip("no memory control group is to be seen")
     folder = base / f"ckptd-test-{time.monotonic_ns()}"
@@ -49,9 +50,11 @@ def group() -> Iterator[Path]:
         time.sleep(0.05)
 
 
-def test_who_eats_its_memory_is_named(group: Path) -> None:
+def test_who_eats_its_memory_is_named(group: Path, tmp_path: Path) -> None:
     watch = MemoryWatch()
-    watch._folders.insert(0, group)
+    top = tmp_path / "own"
+    top.write_text("0::/")
+    watch._counts[:0] = kill_counts(group, top)
     watch._kills = watch._count()
     with subprocess.Popen(
         [sys.executable, "-c", EAT, str(group / "cgroup.procs")],

@@ -154,6 +154,28 @@ def test_stalls_and_ends_by_a_limit_are_signs(tmp_path: Path) -> None:
     assert words(look()) == []
 
 
+@pytest.mark.parametrize(
+    ("own", "counts"),
+    [
+        pytest.param("0::/docker/1f", "memory.events", id="the mount is the container's"),
+        pytest.param("0::/job/step", "job/memory.events", id="a group without a controller"),
+        pytest.param("4:memory:/job", "memory/job/memory.oom_control", id="version 1"),
+    ],
+)
+def test_ends_by_a_limit_are_counted_where_the_group_is(
+    own: str, counts: str, tmp_path: Path
+) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    tree(proc, {"self/cgroup": own})
+    (groups / "job/step").mkdir(parents=True)
+    tree(groups, {counts: "oom_kill 2"})
+    look = pressure(proc, groups)
+    assert words(look()) == []
+    tree(groups, {counts: "oom_kill 4"})
+    text = "the kernel ended 2 processes at this group's memory limit"
+    assert words(look()) == [("memory limit", text)]
+
+
 # --- the threads ----------------------------------------------------------------------------------
 
 
