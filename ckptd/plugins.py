@@ -56,10 +56,13 @@ class Verb:
 
 
 def entries(group: str) -> list[EntryPoint]:
-    """Return all entry points of a group, sorted by their name and their distribution."""
+    """Return all entry points of a group, sorted by their name and what they represent.
+
+    Their distributions are not asked, for that parses a file of each.
+    """
     from importlib.metadata import entry_points  # 20 ms that a plain path need not pay
 
-    return sorted(entry_points(group=group), key=lambda e: (e.name, origin(e)))
+    return sorted(entry_points(group=group), key=lambda e: (e.name, e.value))
 
 
 def load_entry(group: str, package: str, where: str) -> Any:

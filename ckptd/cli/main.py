@@ -241,6 +241,9 @@ def run(argv: Sequence[str]) -> int:
     of the output is gone.
     """
     argv = list(argv)
+    if argv == ["--version"]:  # without what draws a help
+        print(__version__)
+        return 0
     if argv[:1] == ["run"]:
         argv = ["run", *part("run-words")(argv[1:])]
     if argv[:1] not in [[verb] for verb in VERBS]:

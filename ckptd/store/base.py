@@ -882,7 +882,7 @@ def _load(target: str) -> Any:
 
 
 def _installed() -> dict[str, EntryPoint]:
-    """Return the first entry point of each scheme, in order of their distributions' names."""
+    """Return the first entry point of each scheme."""
     return {e.name: e for e in reversed(entries(GROUP))}
 
 
