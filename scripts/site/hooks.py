@@ -167,8 +167,14 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         end = fence.end()
     parts.append(LINK.sub(lead, markdown[end:]))
     text = "".join(parts)
-    # A link to a folder becomes words.
-    return re.sub(r"\[([^\]]+)\]\(#nowhere-([^)]+)\)", r"\1 (`\2` of the repository)", text)
+    return re.sub(r"\[([^\]]+)\]\(#nowhere-([^)]+)\)", _folder, text)
+
+
+def _folder(link: re.Match[str]) -> str:
+    """Return words in place of a link to a folder."""
+    text, path = link.groups()
+    there = f"`{path}` of the repository"
+    return there if text.strip("`") == path else f"{text} ({there})"
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Files) -> str:
