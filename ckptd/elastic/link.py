@@ -107,7 +107,8 @@ class NodeLink:
         self._connection: Connection | None = None
         self._here = ""
         self._answered = False
-        self._problem, self._refused, self._refusal = "", False, ""
+        self._error: Exception | None = None
+        """Why no controller is connected."""
         self._reported = ""
         """The refusal that `new_refusal` returned last."""
         self._closing = False
@@ -184,7 +185,7 @@ class NodeLink:
     @property
     def problem(self) -> str:
         """Why no controller is connected, for people; empty while one is."""
-        return self._problem
+        return "" if self._error is None else str(self._error)
 
     def greet(self, address: str, timeout_s: float) -> None:
         """Return once the controller at `address` has answered, see `await_greeting`.
@@ -201,19 +202,20 @@ class NodeLink:
 
     def new_refusal(self) -> str:
         """Return, for people, why a controller refuses this node; empty if it was returned."""
-        problem = self._problem if self._refused else ""
-        if not problem or problem == self._reported:
+        error = self._error
+        refusal = _refusal(error)
+        if not refusal or str(error) == self._reported:
             return ""
-        self._reported = problem
-        need = _NEEDED.get(self._refusal)
+        self._reported = str(error)
+        text = f"the controller refuses node {self._up().node}, which tries again: {error}"
+        if isinstance(error, CkptdError) and error.hint:
+            return text
+        need = _NEEDED.get(refusal)
         if need is None:
             used = f"not set, and that of {secret_path(self._job, run_folder())} is used"
             need = f"the same {SECRET_VARIABLE}; here it is "
             need += "set" if self._given else used
-        return (
-            f"the controller refuses node {self._up().node}, which tries again: {problem}\n"
-            f"all nodes of job {self._job} need {need}"
-        )
+        return f"{text}\nall nodes of job {self._job} need {need}"
 
     @property
     def there(self) -> bool:
@@ -224,8 +226,8 @@ class NodeLink:
     def _refuses(self) -> bool:
         # Until an echo: a node is connected for a moment each time before it is refused. Anybody
         # can refuse so, and a node that was answered before knows that its secret is right.
-        by_any = ("not-the-controller", *(("permission",) if self._answered else ()))
-        return self._refused and self._refusal not in by_any
+        by_any = ("", "not-the-controller", *(("permission",) if self._answered else ()))
+        return _refusal(self._error) not in by_any
 
     @property
     def alive(self) -> bool:
@@ -261,7 +263,7 @@ class NodeLink:
                 except (OSError, CkptdError) as error:
                     # Whatever is wrong with this connection, another attempt is the answer: the
                     # lease ends what no controller can be reached for.
-                    self._note(error)
+                    self._error = error
                 if time.monotonic() - began > _LAST_PAUSE_S:
                     pause = _FIRST_PAUSE_S
                 if not self._over():
@@ -280,8 +282,7 @@ class NodeLink:
         self._renew_alone()
         address = self._addresses()
         if not address:
-            self._problem, self._refused = "its address is unknown", False
-            return
+            raise ConnectionRefusedError("the controller's address is unknown")
         connection, life = dial(
             address,
             job=self._job,
@@ -295,19 +296,6 @@ class NodeLink:
             self._serve(connection, life)
         finally:
             self._disconnect()
-
-    def _note(self, error: Exception) -> None:
-        """Remember why no controller is connected."""
-        kind = error.kind if isinstance(error, CkptdError) else ""
-        text = error.message if isinstance(error, CkptdError) else str(error)
-        if isinstance(error, CkptdError) and error.found is not None:
-            text += f": {error.found}"
-        if kind == "permission":
-            text = "its secret differs from this node's"
-        refused = isinstance(error, RefusedError) or kind == "permission"
-        self._problem, self._refusal = text, kind if refused else ""
-        # Last: another thread that sees it reads the two above.
-        self._refused = refused
 
     def _renew_alone(self) -> None:
         """Renew the lease while there is no controller, if no other one can have begun anything."""
@@ -374,7 +362,7 @@ class NodeLink:
         if sent is None:
             return
         self._echoed_at, self._answered = time.monotonic(), True
-        self._problem, self._refused = "", False
+        self._error = None
         # From the sending: a node that was stopped in between must not think itself alive.
         if echo.lease_s > 0:
             self._lease_s = echo.lease_s
@@ -417,3 +405,9 @@ class NodeLink:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.release()
+
+
+def _refusal(error: Exception | None) -> str:
+    """Return the kind of a controller's refusal; empty if it is none."""
+    kind = error.kind if isinstance(error, CkptdError) else ""
+    return kind if isinstance(error, RefusedError) or kind == "permission" else ""

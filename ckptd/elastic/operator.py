@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ckptd.base.net.connection import Connection
 from ckptd.decoding import msgpack_decoder
-from ckptd.elastic.dial import dial
+from ckptd.elastic.dial import PURPOSE, await_greeting, dial
 from ckptd.elastic.messages import (
     Answer,
     Ask,
@@ -119,6 +119,16 @@ class OperatorLink:
             if time.monotonic() - received_at > self._timeout_s:
                 raise self._nobody(problem) from problem
             time.sleep(_PAUSE_S)
+
+    def greet(self, address: str, timeout_s: float) -> None:
+        """Return once what is at `address` has proved to be the job's controller.
+
+        See `ckptd.elastic.dial.await_greeting`.
+        """
+        from ckptd.base.net.tls import identity_at
+
+        own = identity_at(PURPOSE, self._secret, "operator", self._name, self._job)
+        await_greeting(address, timeout_s, own)
 
     def close(self) -> None:
         """Close the connection. Idempotent; a later call connects again."""

@@ -301,7 +301,14 @@ class _Batch:
         host, _ = parse_address(plan.endpoint)
         places = open_places(plan.job, plan.log)
         controller = ControllerSupervisor(
-            places, plan.endpoint, host, plan.controller, self._environ, parts, _say
+            places,
+            plan.endpoint,
+            host,
+            plan.controller,
+            self._environ,
+            parts,
+            _say,
+            greet=lambda *asked: link.greet(*asked),
         )
         if plan.daemon is not None:
             self._watch = DaemonSupervisor(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from ckptd.base.net.tls import Identity
+from ckptd.base.net.tls import LEAF_S, Identity, _load, issue
 from ckptd.base.net.tls import identity_at as identity
 from ckptd.elastic.dial import await_greeting, dial
 from ckptd.elastic.operator import OperatorLink
@@ -52,9 +53,15 @@ def stranger(says: str, job: str = "j") -> Iterator[str]:
     context = None
     if says.startswith("shows"):
         # A certificate that anybody makes, or that a rank of the job has, and the job's own name.
-        secret = SECRET.encode() if role == "rank" else b"s" * 32
+        secret = b"s" * 32 if role == "controller" else SECRET.encode()
         one = Identity(secret, "rank" if role == "rank" else "controller", "n9", job)
         context = one.context(server=True)
+        if role == "expired":
+            leaf = issue(secret, "controller", "n9", time.time() - 2 * LEAF_S)[1]
+            _load(context, leaf)
+        if role == "another program":
+            context.set_alpn_protocols([])
+            _load(context, issue(b"s" * 32, "controller", "n9", time.time())[1])
 
     def meet(conn: socket.socket) -> None:
         with conn, suppress(OSError):
@@ -81,7 +88,7 @@ def stranger(says: str, job: str = "j") -> Iterator[str]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-ALL = [*STRANGERS, "stalls", "shows controller", "shows rank"]
+ALL = [*STRANGERS, "stalls", "shows controller", "shows rank", "shows expired"]
 
 
 @pytest.mark.parametrize("says", ALL)

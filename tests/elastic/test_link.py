@@ -92,20 +92,20 @@ def test_a_controller_that_refuses_is_not_absent() -> None:
     link = NodeLink(str, "j", b"", lambda: NodeUp(node="n0", life="l", slots=1), lambda _: None)
     link._echoed_at -= 60.0
     assert link.absent_s > 59.0
-    link._note(RefusedError("the name of this node is already in use", kind="name-taken"))
+    link._error = RefusedError("the name of this node is already in use", kind="name-taken")
     here, there = socket.socketpair()
     with there:
         link._connection = Connection(here, "controller", 1.0)
         assert (link.connected, link.absent_s) == (True, 0.0)
         link._disconnect()
-    link._note(RefusedError("another job's", kind="not-the-controller"))
+    link._error = RefusedError("another job's", kind="not-the-controller")
     assert link.absent_s > 59.0
     # Anybody can answer that: it says something only while this node's secret may be the wrong one.
-    link._note(StoreError("another secret", kind="permission"))
+    link._error = StoreError("another secret", kind="permission")
     assert link.absent_s == 0.0
     link._answered = True
     assert link.absent_s > 59.0
-    link._note(RefusedError("the name of this node is already in use", kind="name-taken"))
+    link._error = RefusedError("the name of this node is already in use", kind="name-taken")
     assert link.absent_s == 0.0
     link.start().close(0.0)
 

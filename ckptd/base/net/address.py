@@ -358,6 +358,7 @@ def _not_reached(where: str, timeout_s: float) -> Iterator[None]:
             kind="link-late",
             where=where,
             wanted=f"a connection within {timeout_s:g} s",
+            hint="check the address, and that no firewall drops what is sent there",
         ) from None
     except (OSError, UnicodeError) as error:  # no name can look like that
         raise TransientStoreError(

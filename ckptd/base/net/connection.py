@@ -154,6 +154,7 @@ class Connection:
         self.codec = Codec(peer, most_body)
         self.tls: TlsSession | None = None
         self._room = memoryview(b"")
+        self._hint: str | None = None
         self._sock = sock
         # The kernel's own timeouts, on a socket that blocks: one system call fills a buffer.
         sock.setblocking(True)
@@ -235,6 +236,7 @@ class Connection:
         from ckptd.base.net.tls import TlsSession
 
         end = time.monotonic() + wait_s
+        self._hint = "check the address: another program, or a proxy, may answer there"
         tls = self.tls = TlsSession(identity, server=False, where=self.peer)
         while True:
             with self._guarded():
@@ -252,10 +254,11 @@ class Connection:
                             wanted=DOORS[purpose].serves,
                             found=tls.peer.role,
                         )
+                    self._hint = None
                     return tls.peer
                 self._sock.sendall(tls.to_send())
             self._wait_at_most(end)
-            with self._guarded():
+            with self._guarded("the server lets connect, and does not answer"):
                 data = self._sock.recv(_READ_BYTES)
             if not data:
                 raise self.fail("the connection was closed")
@@ -485,7 +488,9 @@ class Connection:
     ) -> TransientStoreError:
         """Close the connection for good and return the error that says why."""
         self.close()
-        return TransientStoreError(message, kind=kind, where=self.peer, found=found)
+        return TransientStoreError(
+            message, kind=kind, where=self.peer, found=found, hint=self._hint
+        )
 
     def close(self) -> None:
         """End the connection; a thread that waits on it is woken. Idempotent."""
@@ -499,13 +504,13 @@ class Connection:
         self._sock.close()
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, late: str = "no progress in time") -> Iterator[None]:
         if self.broken:
             raise self.fail("the connection is closed")
         try:
             yield
         except BlockingIOError:
-            raise self.fail("no progress in time", kind="link-late") from None
+            raise self.fail(late, kind="link-late") from None
         except OSError as error:
             raise self.fail("the connection is lost", found=error.strerror or error) from error
         except BaseException:

@@ -182,11 +182,14 @@ class TlsSession:
                 kind="not-the-controller",
                 where=self._where,
             )
-        if isinstance(error, ssl.SSLCertVerificationError) or any(r in reason for r in _REFUSED):
+        unproved = isinstance(error, ssl.SSLCertVerificationError)
+        if self.peer is None and unproved and self._tls.selected_alpn_protocol() is None:
+            return self._foreign("TLS of another program")
+        if unproved or any(r in reason for r in _REFUSED):
             words = _OTHER_AUTHORITY if self._files else _OTHER_SECRET
             return StoreError(words, kind="permission", where=self._where)
         if self.peer is None and any(r in reason for r in _FOREIGN):
-            return self._foreign(reason)
+            return self._foreign("no TLS" if "WRONG_VERSION" in reason else reason)
         return TransientStoreError(
             "bytes that arrived are not valid TLS",
             kind="link-protocol",
@@ -196,10 +199,11 @@ class TlsSession:
 
     def _foreign(self, found: object) -> StoreError:
         return StoreError(
-            "the server speaks another version of the protocol",
+            "the server is another program, or speaks another version of the protocol",
             where=self._where,
             wanted=f"TLS 1.3, {PROTOCOL}",
             found=found,
+            hint="check the address: another server may have this port",
         )
 
 

@@ -60,7 +60,7 @@ from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 
 _TURN_S = 0.1
 _SILENT_S = 3.0
-_FIRST_SILENT_S = 15.0
+_FIRST_SILENT_S = 5.0
 """While none ever answered: this launcher, or another one, may be about to start it."""
 _ENDING_S = 0.2
 """For so long after a worker failed others may be about to end successfully: it is waited for
@@ -182,7 +182,7 @@ class NodeLauncher:
         self._memory = MemoryWatch()
         self._looked = 0.0
         self._lease_until = 0.0
-        self._silent = False
+        self._silent, self._say_at_s = False, 0.0
         self._ending: LauncherEnding | None = None
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
@@ -291,34 +291,35 @@ class NodeLauncher:
                 self._memory.look(worker.pid)
         if refusal := self._link.new_refusal():
             self._say(refusal)
-        silent = self._link.silent_s > (_SILENT_S if self._link.answered else _FIRST_SILENT_S)
-        if silent != self._silent:
-            self._silent = silent
-            self._say_silence(silent, now)
-        silent_s = self._link.silent_s
-        if silent_s > self._s.give_up_s and not self._pool.workers.live() and not self._ending:
-            text = f"no controller has answered for {silent_s:.0f} s: this launcher gives up"
-            problem = self._link.problem
-            self._ending = LauncherEnding("no-controller", f"{text}{problem and ': '}{problem}", 1)
+        self._look_at_silence(self._link.silent_s, now)
         self._refresh()
         # Its last order may lie in the inbox still: it ends as soon as it has put that there.
         if not self._link.alive and self._inbox.empty() and self._ending is None:
             self._ending = LauncherEnding("defect", "the link to the controller has failed", 1)
 
-    def _say_silence(self, silent: bool, now: float) -> None:
-        if not silent:
-            self._say("the controller answers again")
-        elif self._node.running:
-            left = max(0.0, self._lease_until - now)
-            self._say(
-                f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
-            )
-        else:
-            problem = self._link.problem
-            self._say(
-                f"the controller cannot be reached yet{problem and ': '}{problem}; without one "
-                f"this launcher gives up after {self._s.give_up_s:.0f} s"
-            )
+    def _look_at_silence(self, silent_s: float, now: float) -> None:
+        """Tell people that no controller answers, and again each time that took twice as long."""
+        quiet_s = _SILENT_S if self._link.answered else _FIRST_SILENT_S
+        problem = self._link.problem
+        why = f": {problem}" if problem else ""
+        if silent_s <= quiet_s:
+            if self._silent:
+                self._say("the controller answers")
+            self._silent, self._say_at_s = False, quiet_s
+        elif silent_s > self._s.give_up_s and not self._pool.workers.live() and not self._ending:
+            text = f"no controller has answered for {silent_s:.0f} s: this launcher gives up{why}"
+            self._ending = LauncherEnding("no-controller", text, 1)
+        elif silent_s > self._say_at_s:
+            text = f"waiting for the controller, {silent_s:.0f} s of {self._s.give_up_s:.0f}{why}"
+            if not self._silent:
+                text += f"\n  next:   where it should run, ckptd ctl status --job {self._s.job}"
+            if self._node.running:
+                left = max(0.0, self._lease_until - now)
+                text = (
+                    f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
+                )
+            self._silent, self._say_at_s = True, 2 * silent_s
+            self._say(text)
 
     # --- the lease --------------------------------------------------------------------------------
 

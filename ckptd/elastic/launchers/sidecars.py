@@ -231,7 +231,8 @@ class ControllerSupervisor:
     kept_log
         File to which the log of each controller is appended when it has ended.
     greet
-        Raises unless a controller at an address answers in time, see `NodeLink.greet`.
+        Raises unless a controller at an address answers in time, see `NodeLink.greet` and
+        `OperatorLink.greet`.
 
     Attributes
     ----------
@@ -256,7 +257,7 @@ class ControllerSupervisor:
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         anywhere: bool = False,
         kept_log: Path | None = None,
-        greet: Greet = await_greeting,
+        greet: Greet,
     ) -> None:
         self._greet = greet
         several = places is not None and node

@@ -32,6 +32,7 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
 from tests.elastic.controlled import SECRET, PretendedNode, controlled
+from tests.elastic.test_dial import stranger
 from tests.processes import until
 
 pytestmark = pytest.mark.forks("small", "all")
@@ -311,14 +312,57 @@ def test_a_program_that_a_worker_has_started_does_not_take_its_place(tmp_path: P
 
 def test_people_are_told_that_no_controller_is_there_only_after_a_while(tmp_path: Path) -> None:
     with alone(tmp_path) as one:
-        one.link._echoed_at -= 5.0
         one.until(lambda: one.link.problem)
         assert one.said == []
-        one.link._echoed_at -= 20.0
-        one.until(lambda: one.said)
-        (text,) = one.said
-        assert text.startswith("the controller cannot be reached yet: its address is unknown; ")
-        assert text.endswith("gives up after 900 s")
+        for silent_s, times in ((10, 1), (19, 1), (21, 2), (40, 2), (43, 3)):
+            one.link._echoed_at = time.monotonic() - silent_s
+            for _ in range(3):
+                one.launcher._once(0.0)
+            assert len(one.said) == times, (silent_s, one.said)
+        first, *others = one.said
+        why = "s of 900: the controller's address is unknown"
+        then = "  next:   where it should run, ckptd ctl status --job j"
+        assert first == f"waiting for the controller, 10 {why}\n{then}"
+        assert others == [f"waiting for the controller, {s} {why}" for s in (21, 43)]
+        one.link._echoed_at = time.monotonic()
+        one.launcher._once(0.0)
+        assert one.said[3:] == ["the controller answers"]
+
+
+SAYS = {
+    "nothing listens": ["the server cannot be reached", "found:  Connection refused"],
+    "closes": ["the connection ", "another program, or a proxy, may answer there"],
+    "is no TLS": ["the server is another program", "found:  no TLS", "may have this port"],
+    "stalls": ["lets connect, and does not answer", "another program, or a proxy, may answer"],
+    "shows another program": ["the server is another program", "found:  TLS of another program"],
+    "shows controller": ["have different secrets", "all nodes of job j need the same CKPTD_SECRET"],
+    "shows expired": ["a certificate is not valid at this time", "clocks of the two machines"],
+}
+"""What answers at the controller's address, and what people are told of it."""
+
+
+@pytest.mark.parametrize("what", SAYS)
+def test_people_are_told_what_answers_in_place_of_a_controller(what: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            address = "{}:{}".format(*closed.getsockname())
+        if what != "nothing listens":
+            address = stack.enter_context(stranger(what))
+        one = Alone(tmp_path, lambda: address, SECRET.encode())
+        stack.callback(one.close)
+        one.until(lambda: one.link.problem)
+        one.link._echoed_at -= 10.0
+        one.until(lambda: any("waiting for the controller, 1" in text for text in one.said))
+        text = "\n".join(one.said)
+        assert not [word for word in (*SAYS[what], f"where:  {address}") if word not in text], text
+        assert ("CKPTD_SECRET" in text) == (what == "shows controller")
+        assert "next:   where it should run, ckptd ctl status --job j" in text
+        one.link._echoed_at -= 900.0
+        one.until(lambda: one.launcher._ending)
+        ending = one.launcher._ending
+        assert ending is not None
+        assert SAYS[what][0] in ending.text
+        assert address in ending.text
 
 
 def test_people_are_told_that_the_secret_is_another_one(
@@ -334,7 +378,7 @@ def test_people_are_told_that_the_secret_is_another_one(
             assert one.link.there
         finally:
             one.close()
-    assert "its secret differs from this node's" in one.said[0]
+    assert "the server and this client have different secrets" in one.said[0]
     assert "need the same CKPTD_SECRET; here it is set" in one.said[0]
 
 

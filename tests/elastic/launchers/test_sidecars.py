@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodename import claim_name
 from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.launchers.sidecars import ControllerSupervisor
@@ -37,6 +38,7 @@ def supervised(
     **more: Any,
 ) -> ControllerSupervisor:
     endpoint = more.pop("endpoint", "")
+    more.setdefault("greet", await_greeting)
     return ControllerSupervisor(
         places, endpoint, address, arguments, os.environ, folder, say, **more
     )
@@ -58,7 +60,14 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
     monkeypatch.setattr(places.leader, "newest", ask)
     arguments = ["--job", "j", "--log", log]
     supervisor = ControllerSupervisor(
-        places, "", "127.0.0.2", arguments, os.environ, tmp_path, lambda _: None
+        places,
+        "",
+        "127.0.0.2",
+        arguments,
+        os.environ,
+        tmp_path,
+        lambda _: None,
+        greet=await_greeting,
     )
     try:
         supervisor.turn(0.5, NO_ORDER)
@@ -84,9 +93,7 @@ def test_a_launcher_that_is_never_heard_asks_for_the_seat_now_and_then(
     places = open_places("j", str(tmp_path / "log"))
     with controlled(tmp_path, job="k", log=str(tmp_path / "k")) as refuses:
         places.leader.take(0, refuses.address, "another")
-        supervisor = ControllerSupervisor(
-            places, "", "127.0.0.1", [], os.environ, tmp_path, lambda _: None
-        )
+        supervisor = supervised(places, tmp_path)
         supervisor.turn(60.0, NO_ORDER)
         monkeypatch.setattr(places.leader, "newest", lambda: pytest.fail("asked at every turn"))
         supervisor.turn(60.1, NO_ORDER)
@@ -102,9 +109,7 @@ def test_a_store_that_is_away_ends_no_training(
     places = open_places("j", str(tmp_path / "log"))
     monkeypatch.setattr(places.leader, "newest", away)
     said: list[str] = []
-    supervisor = ControllerSupervisor(
-        places, "", "127.0.0.1", [], os.environ, tmp_path, said.append
-    )
+    supervisor = supervised(places, tmp_path, say=said.append)
     with pytest.raises(StoreError):  # nothing has begun
         supervisor.turn(9.0, NO_ORDER)
     supervisor.turn(9.1, 0)

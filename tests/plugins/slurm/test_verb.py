@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from ckptd.elastic.places import open_places
 from ckptd.errors import RefusedError, UsageError
+from ckptd_slurm import verb
+from ckptd_slurm.launcher import SlurmLauncher
 from ckptd_slurm.verb import _secret, plan_of
+from tests.elastic.controlled import SECRET
+from tests.elastic.test_dial import stranger
+from tests.processes import free_port
 
 NODES = ["n1", "n2", "n3", "gpu-07"]
 
@@ -138,3 +147,41 @@ def test_a_requeued_job_has_the_secret_that_it_had(tmp_path: Path) -> None:
     assert _secret(plan, environ()) == _secret(plan, environ())
     assert (tmp_path / "ckptd-7").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "ckptd-7/secret").stat().st_mode & 0o777 == 0o600
+
+
+class _Reached(Exception):
+    """The batch step has a controller, and asks for the nodes."""
+
+
+class _Nodes:
+    """An allocation up to its first question."""
+
+    def machines(self, timeout_s: float) -> None:
+        raise _Reached
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("says", ["shows controller", "shows rank"])
+def test_a_requeued_job_starts_a_controller_where_a_stranger_answers(
+    says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None was started: what the record of the job's last life named only had to answer."""
+    monkeypatch.setenv("CKPTD_SECRET", SECRET)
+    before = {number: signal.getsignal(number) for number in verb._SIGNALS}
+    (tmp_path / "parts").mkdir()
+    with stranger(says) as address:
+        words = ["--no-watch", "--job", "j", "--log", str(tmp_path / "log"), "train.py"]
+        plan = plan_of(words, environ(), ["n1"], f"127.0.0.1:{free_port()}", True)
+        open_places("j", plan.log).leader.take(0, address, "a life that is over")
+        try:
+            with pytest.raises(_Reached):
+                nodes = cast(SlurmLauncher, _Nodes())
+                verb._Batch(plan, nodes, dict(os.environ)).run(tmp_path / "parts")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    newest = open_places("j", plan.log).leader.newest()
+    assert newest is not None
+    assert newest.address == plan.endpoint
