@@ -36,7 +36,7 @@ from ckptd.base.runtime.host import host_id, many_files
 from ckptd.base.runtime.priority import LAST, LATER, step_back
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, NotFoundError, ProcessError, StoreError
+from ckptd.errors import CkptdError, NotFoundError, ProcessError, StoreError, UsageError
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
 from ckptd.publish.chains import DeltaBook, VersionDeltas
 from ckptd.publish.deltas import NOTHING
@@ -97,7 +97,6 @@ from ckptd.publish.stored import (
     ShareWriter,
     StoreDesk,
     StoredRank,
-    checked_place,
     open_place,
 )
 from ckptd.publish.versions import VersionTable
@@ -277,7 +276,7 @@ class PublishServer:
         try:
             entry = self._listen(opening)
             if opening.to:
-                self._begin_storing(opening, checked_place(open_place(opening.to)))
+                self._begin_storing(opening, open_place(opening.to))
         except CkptdError as error:
             self._reply(ServerReady(None, error.to_dict()))
             return
@@ -286,6 +285,10 @@ class PublishServer:
     # --- a store --------------------------------------------------------------------------------
 
     def _begin_storing(self, opening: Opening, store: Store) -> None:
+        if not store.capabilities.shared:  # by the servers of all ranks
+            raise UsageError(
+                "a publisher's store has to be seen by other processes", where=store.url
+            )
         if self._leads:
             self._desk = desk = StoreDesk(
                 store,

@@ -31,7 +31,6 @@ from ckptd.errors import (
     CorruptError,
     NotFoundError,
     RefusedError,
-    UsageError,
 )
 from ckptd.publish.blocks import BLOCK_BYTES
 from ckptd.publish.deltas import encode
@@ -329,6 +328,7 @@ class StoreDesk:
         self._written = b""
         self._claim = Claim(epoch, f"{socket.gethostname()[:200]}:{os.getpid()}")
         self._next_beat = 0.0
+        self._lost: Exception | None = None
         self.generation = 0
 
     # --- one publisher at a time ----------------------------------------------------------------
@@ -347,7 +347,8 @@ class StoreDesk:
             numbers = [0 if i is None else numbers_of(i.key)[0] for i in listed]
             taken = max(taken, *numbers)
             try:
-                found = self._read(claim_key(taken)) if taken else None
+                key = claim_key(taken)
+                found = unsealed(store.get(key), CLAIM, key) if taken else None
             except NotFoundError:
                 found = None
                 if numbers[0] == taken:  # its publisher has made a newer one meanwhile
@@ -373,9 +374,6 @@ class StoreDesk:
                     )
                 seen, since = found, now
             time.sleep(_TICK_S)
-
-    def _read(self, key: str) -> Claim:
-        return unsealed(self._store.get(key), CLAIM, key)
 
     def _create_claim(self, above: int) -> int:
         """Take the next generation, and return its number; `generation` says whether it is ours."""
@@ -447,30 +445,41 @@ class StoreDesk:
         leaving, over
             Whether the trainer is gone, and nothing new is going to come.
         """
+        ended = threading.Event()
+        keeper = threading.Thread(target=self._keep_up, args=(ended, leaving), daemon=True)
+        keeper.start()
         try:
-            while True:
-                self._keep_up(leaving())
+            while self._lost is None:
                 found = self._book.newer(self._last, _TICK_S)
                 if found is not None:
                     self._last = found[0]
                     self._store_version(*found, leaving)
                 elif over():
                     break
-            self._beat(closed=True)
         finally:
+            ended.set()
+            keeper.join()
             for number in (self._base, self._last):
                 self._book.release((self, number))
+        if self._lost is not None:
+            raise self._lost
 
-    def _keep_up(self, ending: bool) -> None:
-        """Give a sign of life, and keep what is held."""
-        for number in (self._base, self._last):
-            self._book.renew(number, (self, number))
+    def _keep_up(self, ended: threading.Event, leaving: Callable[[], bool]) -> None:
+        """Give signs of life, and keep what is held, however long the store takes for the rest."""
         try:
-            self._beat(**({"ending": True} if ending and not self._claim.ending else {}))
-        except ConflictError:
-            raise
-        except CkptdError as error:
-            _log.warning("the place of a publisher is not reached: %s", error.message)
+            while not ended.is_set():
+                for number in (self._base, self._last):
+                    self._book.renew(number, (self, number))
+                try:
+                    self._beat(**({"ending": True} if leaving() and not self._claim.ending else {}))
+                except ConflictError:
+                    raise
+                except CkptdError as error:
+                    _log.warning("the place of a publisher is not reached: %s", error.message)
+                ended.wait(_TICK_S)
+            self._beat(closed=True)
+        except Exception as error:  # noqa: BLE001 (`run` raises it)
+            self._lost = error
 
     def _store_version(self, number: int, step: int, leaving: Callable[[], bool]) -> None:
         if not self._book.hold(number, (self, number)):
@@ -483,8 +492,9 @@ class StoreDesk:
         begun = time.monotonic()
         done = False
         while not done:
-            self._keep_up(leaving())
             with self._change:
+                if self._lost is not None:
+                    return
                 if leaving() and time.monotonic() > begun + _LAST_S:
                     self._failed = "the trainer is gone, and not all of its servers answer"
                 if len(self._ranks) < self._world and time.monotonic() > begun + _ABSENT_S:
@@ -501,9 +511,6 @@ class StoreDesk:
         except CkptdError as error:
             _log.warning("version %d is not in the store: %s", number, error.message)
             self._book.release((self, number))
-            return
-        self._book.release((self, self._base))
-        self._base = number
 
     def _commit(self, number: int, step: int, full: bool) -> None:
         about = self._about()
@@ -520,9 +527,9 @@ class StoreDesk:
             self._store.put(version_key(self.generation, number), raw, create_only=True)
         except ConflictError:
             raise self._superseded() from None
-        self._since += 1
+        self._book.release((self, self._base))
+        self._base, self._since = number, 0 if full else self._since + 1
         if full:
-            self._since = 0
             self._anchors.append(number)
             try:
                 self._trim()
@@ -532,21 +539,7 @@ class StoreDesk:
     def _trim(self) -> None:
         """Delete what is older than the oldest anchor that stays; manifests go first."""
         store, oldest = self._store, (self.generation, self._anchors[0])
-        keys = [i.key for i in store.list(VERSIONS) if numbers_of(i.key) < oldest]
-        store.delete(keys)
-        old = []
-        for info in store.list(DATA):
-            found = _DATA_KEY.fullmatch(info.key)  # others may have objects below that name
-            if found is not None:
-                generation, number = int(found[1]), found[2]
-                if generation < oldest[0] or (number and (generation, int(number)) < oldest):
-                    old.append(info.key)
-        store.delete(old)
+        store.delete([i.key for i in store.list(VERSIONS) if numbers_of(i.key) < oldest])
+        found = [_DATA_KEY.fullmatch(i.key) for i in store.list(DATA)]  # others may have some there
+        store.delete([f[0] for f in found if f and (int(f[1]), float(f[2] or "inf")) < oldest])
         store.delete([i.key for i in store.list(CLAIMS) if numbers_of(i.key)[0] < oldest[0]])
-
-
-def checked_place(store: Store) -> Store:
-    """Return a store that the servers of a publisher can all write to; else raise `UsageError`."""
-    if not store.capabilities.shared:
-        raise UsageError("a publisher's store has to be seen by other processes", where=store.url)
-    return store

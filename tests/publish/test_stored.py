@@ -266,7 +266,7 @@ def test_one_publisher_at_a_time(world: StoredWorld, monkeypatch: pytest.MonkeyP
         world._publisher()
     assert (caught.value.kind, caught.value.where) == ("busy", world.store.url)
     # The first is stopped for a while, and another one takes the place meanwhile.
-    monkeypatch.setattr(first.desk, "_keep_up", lambda ending: None)
+    monkeypatch.setattr(first.desk, "_beat", lambda **more: None)
     monkeypatch.setattr(stored, "GONE_S", 0.3)
     second = StoredWorld(pair(*ONE, n=96, m=48, e=1), Weights("bfloat16", 2), world.store)
     with closing(second):
@@ -282,6 +282,43 @@ def test_one_publisher_at_a_time(world: StoredWorld, monkeypatch: pytest.MonkeyP
         until(lambda: first.error, "the first finds out", within_s=20.0)
         assert first.error is not None
         assert first.error.kind == "superseded"
+
+
+@pytest.mark.parametrize("what", ["put", "delete"])
+def test_a_publisher_lives_and_holds_what_it_needs_while_the_store_is_slow(
+    world: StoredWorld, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """At a manifest, or as old versions go, for longer than one without a sign of life may."""
+    monkeypatch.setattr(stored, "BEAT_S", 0.02)
+    monkeypatch.setattr(stored, "GONE_S", 4.0)
+    publisher, begun, ends = world.publisher, threading.Event(), threading.Event()
+    book, plain = publisher.book, getattr(world.store, what)
+    book.lease_s, publisher.desk._next_beat = 3.0, 0.0
+
+    def slow(found: Any, *args: Any, **more: Any) -> Any:
+        if found and stored.VERSIONS in (found if what == "put" else found[0]):
+            begun.set()
+            assert ends.wait(PATIENCE_S)
+        return plain(found, *args, **more)
+
+    for _ in range(7):
+        world.publish("few")
+    monkeypatch.setattr(world.store, what, slow)
+    thread = threading.Thread(target=world.publish, args=("few",))
+    thread.start()
+    try:
+        assert begun.wait(PATIENCE_S)
+        with pytest.raises(ConflictError) as caught:
+            desk_of(world.store).claim(5.0)
+        assert caught.value.kind == "busy"
+        time.sleep(book.lease_s)
+        # What is stored, and what its changes are since; once it is there, that alone.
+        assert book.held == (2 if what == "put" else 1)
+    finally:
+        ends.set()
+        thread.join(PATIENCE_S)
+    world.update()
+    assert publisher.error is None
 
 
 def test_a_share_that_is_not_written_makes_no_version(world: StoredWorld) -> None:
