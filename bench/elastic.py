@@ -4,6 +4,14 @@ One command a question: ``--case kill-worker --system ckptd-torchrun --reps 20``
 ``--system`` all systems that can have the fault take turns; without ``--case`` all faults. Every
 repetition is a job of its own. Raw runs and the load are kept in ``results/elastic.json``, one
 list for each case and system, and measuring one leaves the others as they are.
+
+``--peers`` writes a table of its own: six faults of `PEERS`, ours beside torchrun, NVRx's launcher
+and torchft, in one run. Those two are installed beside the environment::
+
+    pip install --no-deps --target DIR torchft-nightly nvidia-resiliency-ext
+    pip install --target DIR opentelemetry-sdk opentelemetry-exporter-otlp-proto-http \\
+        defusedxml nvidia-ml-py pyyaml
+    BENCH_PEERS=DIR python bench/elastic.py --peers
 """
 
 from __future__ import annotations
@@ -25,8 +33,19 @@ from elastic_systems import SYSTEMS, Run
 _START_S = 120.0
 _WITHIN_S = 75.0
 _RATE_S = 2.0
+_STANDS_S = 20.0
 OURS = ("ckptd-torchrun", "ckptd-run", "ckptd-session")
 STOCK = ("torchrun", "torchrun-tuned")
+OTHERS = (*STOCK, "nvrx", "torchft")
+ALL = ("ckptd-run-watched", "ckptd-session", "torchrun", "nvrx", "torchft")
+PEERS = {
+    "a rank is killed": "kill-worker",
+    "a rank hangs": "stop-worker",
+    "a rank is out of memory": "out-of-memory",
+    "a node is lost": "lose-node",
+    "the controller is lost": "lose-controller",
+    "a node is pre-empted": "preempt",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,8 @@ class Case:
         Nodes at most, if not `nodes`.
     past
         Steps before it: a slow rank is found by its own past, and one of two by nothing.
+    stands
+        Whether the job may go on as it is, so that its longest pause counts.
     """
 
     nodes: int
@@ -56,6 +77,7 @@ class Case:
     environ: tuple[tuple[str, str], ...] = ()
     most: int = 0
     past: int = 12
+    stands: bool = False
 
 
 def _kill_worker(run: Run) -> float:
@@ -77,6 +99,27 @@ def _lose(node: int) -> Callable[[Run], float]:
 def _kill_agent(run: Run) -> float:
     now = time.monotonic()
     run.nodes.pop(1).kill()
+    return now
+
+
+def _starve(run: Run) -> float:
+    """Have the kernel end a rank that takes more memory than it may."""
+    run.limit_memory(run.worker(1))
+    now = time.monotonic()
+    (run.folder / "hungry").touch()
+    return now
+
+
+def _lose_controller(run: Run) -> float:
+    now = time.monotonic()
+    run.kill_controller()
+    return now
+
+
+def _preempt(run: Run) -> float:
+    """Tell a node by SIGTERM that it goes, as schedulers do."""
+    now = time.monotonic()
+    run.nodes[1].terminate()
     return now
 
 
@@ -126,11 +169,14 @@ _OPTIMIZER = (("BENCH_OPTIMIZER", "1"),)
 _WATCHED = ("ckptd-run-watched",)
 _SESSION = ("ckptd-session",)
 CASES: dict[str, Case] = {
-    "kill-worker": Case(2, (2,), _kill_worker),
-    "lose-node": Case(2, (1,), _lose(1)),
+    "kill-worker": Case(2, (2,), _kill_worker, (*OURS, *STOCK, *ALL)),
+    "lose-node": Case(2, (1,), _lose(1), (*OURS, *STOCK, *ALL)),
+    "lose-controller": Case(2, (1, 2), _lose_controller, ALL, stands=True),
+    "out-of-memory": Case(2, (2,), _starve, ALL),
+    "preempt": Case(2, (1,), _preempt, ALL),
     "lose-store-host": Case(2, (1,), _lose(0)),
     "agent-dies": Case(2, (1,), _kill_agent),
-    "stop-worker": Case(2, (1, 2), _stop_worker, (*STOCK, *_WATCHED), _PG),
+    "stop-worker": Case(2, (1, 2), _stop_worker, (*STOCK, *ALL), _PG),
     "stop-worker-ordered": Case(2, (2,), _stop_and_order, OURS),
     "mismatch": Case(2, (2,), _touch("mismatch"), (*STOCK, *_WATCHED), _PG),
     "slow-swapped": Case(5, (4,), _touch("slow-1"), _WATCHED, _OPTIMIZER, most=4, past=120),
@@ -155,7 +201,7 @@ def once(name: str, system: str) -> dict[str, Any]:
     try:
         for node in range(case.nodes):
             run.start(node)
-            if node == 0 and system not in STOCK and not run.has_controller(_START_S):
+            if node == 0 and system not in OTHERS and not run.has_controller(_START_S):
                 return {"failed": "no controller", "logs": run.logs()}
         world = min(case.nodes, run.most)
         before = run.wait(
@@ -168,7 +214,7 @@ def once(name: str, system: str) -> dict[str, Any]:
             time.sleep(_RATE_S)
             return {"total": None, "load_avg": os.getloadavg()[0], "rate": _rate(run, before)}
         struck = case.strike(run)
-        return _measured(run, case, struck)
+        return _stood(run, struck) if case.stands else _measured(run, case, struck)
     finally:
         run.end()
 
@@ -195,6 +241,17 @@ def _measured(run: Run, case: Case, struck: float) -> dict[str, Any]:
         out["controller"] = recoveries[-1] if recoveries else None
     out["rate"], out["world"] = _rate(run, step), step["world"]
     return out
+
+
+def _stood(run: Run, struck: float) -> dict[str, Any]:
+    """Return the longest time without a step from the fault on; none if it still lasts."""
+    time.sleep(_STANDS_S)
+    moments = sorted(e["t"] for e in run.events() if e["what"] == "step" and e["t"] > struck)
+    load, end = os.getloadavg()[0], time.monotonic()
+    if not moments or end - moments[-1] > _STANDS_S / 4:
+        return {"total": None, "load_avg": load, "logs": run.logs()[-1500:]}
+    longest = max(b - a for a, b in zip([struck, *moments], moments, strict=False))
+    return {"total": longest, "load_avg": load}
 
 
 def _rate(run: Run, first: dict[str, Any]) -> float | None:
@@ -280,16 +337,47 @@ def report(data: dict[str, Any]) -> None:
     publish("elastic", "python bench/elastic.py", text + table(head, rows), data)
 
 
+def report_peers(data: dict[str, Any]) -> None:
+    """Write the table of six faults beside others."""
+    rows = []
+    for words, name in PEERS.items():
+        row: list[Any] = [words]
+        for system in ALL:
+            runs = data.get(f"{name} {system}", [])
+            totals = [run["total"] for run in runs if run.get("total") is not None]
+            shown = f"{statistics.median(totals):.1f}" if totals else "not"
+            row.append(f"{shown} ({len(totals)}/{len(runs)})" if runs else "–")
+        rows.append(row)
+    loads = [run["load_avg"] for runs in data.values() for run in runs if "load_avg" in run]
+    text = (
+        f"Seconds from the fault to the first step of those that are to train after it, medians; "
+        f"in brackets how many of how many runs came to it within {_WITHIN_S:.0f} s. Two nodes of "
+        f"one rank, steps of 0.1 s, a state of 100 MiB. Load average {min(loads):.0f} to "
+        f"{max(loads):.0f} on two cores. A hang: torchrun and torchft have a time-out of 10 s, "
+        f"NVRx heartbeats of 5 s, ckptd nothing set; ckptd-session has no watch here. The "
+        f"controller of torchrun and NVRx is the launcher that serves their store, killed alone, "
+        f"torchft's the lighthouse; counted is the longest pause in {_STANDS_S:.0f} s. A node is "
+        f"pre-empted by SIGTERM to its launcher. torchft's ranks that are left go on with the next "
+        f"step; where two are to train, it counts from the first step of both.\n\n"
+    )
+    command = "BENCH_PEERS=DIR python bench/elastic.py --peers"
+    publish("elastic_peers", command, text + table(["fault", *ALL], rows), data)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--system", choices=SYSTEMS, action="append")
     parser.add_argument("--reps", type=int, default=0, help="default: 20 of ckptd, 5 of torchrun")
+    parser.add_argument("--peers", action="store_true", help="six faults beside other systems")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
     # So that a time-out around this leaves nothing behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    data = _kept()
+    data = {} if options.peers else _kept()
+    if options.peers:
+        options.case = options.case or list(PEERS.values())
+        options.system = options.system or ALL
     pairs = [
         (name, system)
         for name in options.case or CASES
@@ -305,7 +393,7 @@ def main() -> None:
             found.setdefault(f"{name} {system}", []).append(run)
             print(f"{rep + 1} {name} {system}: {run}", file=sys.stderr, flush=True)
             if not options.dry:
-                report(data | found)
+                report_peers(found) if options.peers else report(data | found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic_worker import STATE, STEP_S, STEPS, born, tell
+from elastic_worker import STATE, STEP_S, STEPS, born, spoil, tell
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptd
@@ -47,6 +47,7 @@ def train(world: World) -> None:
         tell("loaded", step=state["step"], **me)
         while state["step"] < STEPS:
             time.sleep(STEP_S)
+            spoil(int(os.environ["BENCH_NODE"]))
             gradient = torch.ones(1 << 16)
             dist.all_reduce(gradient)
             state["model"]["weight"].to_local()[:64] += gradient.view(64, -1)

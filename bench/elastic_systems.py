@@ -27,6 +27,9 @@ from ckptd.elastic.places import open_places
 HERE = Path(__file__).parent
 PLAIN = str(HERE / "elastic_worker.py")
 SESSION = str(HERE / "elastic_session.py")
+TORCHFT = str(HERE / "elastic_torchft.py")
+PEERS = os.environ.get("BENCH_PEERS", "")
+"""Folder with torchft and nvidia-resiliency-ext; see `bench/elastic.py`."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
 CKPTD = [sys.executable, "-c", "from ckptd.cli.main import main; main()"]
 
@@ -67,7 +70,9 @@ class Run:
     # --- the job ----------------------------------------------------------------------------------
 
     def start(self, node: int) -> None:
-        """Start the launcher of a node."""
+        """Start the launcher of a node, and before torchft's first one its lighthouse."""
+        if self.system == "torchft" and not self.nodes:
+            self.light = self._beside("lighthouse", _lighthouse(self))
         log = (self.folder / f"node-{node}.log").open("ab")
         self.nodes[node] = psutil.Popen(
             SYSTEMS[self.system](self, node),
@@ -79,6 +84,31 @@ class Run:
         )
         log.close()
 
+    def _beside(self, name: str, command: list[str]) -> psutil.Popen:
+        with (self.folder / f"node-{name}.log").open("ab") as log:
+            return psutil.Popen(command, env=self._environ(0), stdout=log, stderr=log)
+
+    def kill_controller(self) -> None:
+        """Kill what the nodes agree by, and nothing else: where it is a launcher, that alone."""
+        if self.system == "torchft":
+            self.light.kill()
+            self.light.wait(10)
+        elif self.system.startswith("ckptd"):
+            for process in self._ours():
+                if "controller" in process.cmdline():
+                    process.kill()
+        else:
+            self.nodes[0].kill()
+
+    def limit_memory(self, pid: int) -> None:
+        """Give a process 64 MiB more than it has, by a control group of its own."""
+        group = _MEMORY / self.job
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(
+            str(psutil.Process(pid).memory_info().rss + (64 << 20))
+        )
+        (group / "cgroup.procs").write_text(str(pid))
+
     def _environ(self, node: int) -> dict[str, str]:
         return os.environ | {
             "OMP_NUM_THREADS": "1",
@@ -86,7 +116,9 @@ class Run:
             "BENCH_NODE": str(node),
             "CKPTD_NODE": f"node{node}",
             "CKPTD_RUN_DIR": self._run_folder(),
-            "PYTHONPATH": str(HERE.parent),
+            "PYTHONPATH": f"{HERE.parent}:{PEERS}" if PEERS else str(HERE.parent),
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
+            **({"BENCH_NVRX": "1"} if self.system == "nvrx" else {}),
             **self.environ,
         }
 
@@ -102,6 +134,8 @@ class Run:
         for process in self._ours():
             process.kill()
         subprocess.run(["rm", "-rf", str(self.folder)], check=False)
+        if (_MEMORY / self.job).exists():
+            (_MEMORY / self.job).rmdir()
 
     def _ours(self) -> list[psutil.Process]:
         mark = str(self.folder)
@@ -201,6 +235,7 @@ class Run:
         return "\n".join(f"== {name}\n{end}" for name, end in ends)
 
 
+_MEMORY = Path("/sys/fs/cgroup/memory")
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")
 
 
@@ -225,6 +260,24 @@ def _c10d(run: Run, node: int, conf: str = "") -> list[str]:
 def _tuned(run: Run, node: int) -> list[str]:
     run.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return _c10d(run, node, ",keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1")
+
+
+def _nvrx(run: Run, node: int) -> list[str]:
+    command = _c10d(run, node)
+    at = command.index("torch.distributed.run")
+    command[at] = "nvidia_resiliency_ext.fault_tolerance.launcher"
+    flags = ["--ft-rank-heartbeat-timeout=5", "--ft-initial-rank-heartbeat-timeout=60"]
+    return [*command[:-1], *flags, "--ft-workload-check-interval=1", PLAIN]
+
+
+def _lighthouse(run: Run) -> list[str]:
+    words = ["--bind", f"127.0.0.1:{run.port}", "--min_replicas", "1"]
+    return [f"{PEERS}/bin/torchft_lighthouse", *words, "--join_timeout_ms", "1000"]
+
+
+def _torchft(run: Run, node: int) -> list[str]:
+    one = ["--nnodes=1", "--max-restarts=100", "--rdzv-backend=c10d"]
+    return [*TORCHRUN, *one, "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={run.job}{node}", TORCHFT]
 
 
 def _handler(run: Run, node: int) -> list[str]:
@@ -261,5 +314,7 @@ SYSTEMS: dict[str, Callable[[Run, int], list[str]]] = {
     "ckptd-torchrun": _handler,
     "ckptd-run": lambda run, _: _run(run, PLAIN, "--no-watch"),
     "ckptd-session": lambda run, _: _run(run, SESSION, "--no-watch"),
+    "nvrx": _nvrx,
+    "torchft": _torchft,
     "ckptd-run-watched": lambda run, _: _run(run, PLAIN, "--policy=slow-rank=act"),
 }

@@ -37,6 +37,14 @@ def born() -> float:
     return int(after_name[19]) / os.sysconf("SC_CLK_TCK")
 
 
+def spoil(rank: int) -> None:
+    """Take more memory than rank 1 may have, if the mark is there; its successors do not."""
+    mark = HERE / "hungry"
+    if rank == 1 and mark.exists():
+        mark.unlink()
+        bytearray(1 << 30)
+
+
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     generation = int(os.environ.get("CKPTD_GENERATION", "0"))
@@ -53,6 +61,7 @@ def main() -> None:
     timeout = timedelta(seconds=float(os.environ.get("BENCH_TIMEOUT_S", "1800")))
     dist.init_process_group("gloo", timeout=timeout)
     tell("initialised", **me)
+    beat = heartbeat()
     step, state = load(torch)
     tell("loaded", step=step, **me)
     update = updater(torch, state)
@@ -63,6 +72,8 @@ def main() -> None:
         if rank == 1 and (HERE / "mismatch").exists():
             (HERE / "mismatch").unlink()
             dist.broadcast(torch.ones(1 << 12), 1)
+        spoil(rank)
+        beat()
         gradient = torch.ones(1 << 16)
         dist.all_reduce(gradient)
         update(gradient / world)
@@ -73,6 +84,17 @@ def main() -> None:
                 save(step, state)
             dist.barrier()
     dist.destroy_process_group()
+
+
+def heartbeat() -> Callable[[], None]:
+    """Return what tells the launcher of NVRx that this rank gets on; nothing under another one."""
+    if "BENCH_NVRX" not in os.environ:
+        return lambda: None
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    return client.send_heartbeat
 
 
 def updater(torch: Any, state: Any) -> Callable[[Any], None]:

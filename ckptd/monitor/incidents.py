@@ -52,6 +52,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         Age of its oldest sign when it opened, in seconds.
     nodes
         Nodes of the suspects.
+    pids
+        Node and process id of the first ranks that are named.
     consequences
         What followed from it, in words: ranks that ended after a crash, say.
     stacks
@@ -81,6 +83,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     action: str = "log"
     latency_s: float = 0.0
     nodes: tuple[str, ...] = ()
+    pids: dict[int, tuple[str, int]] = msgspec.field(default_factory=dict)
     consequences: tuple[str, ...] = ()
     stacks: dict[int, Stack] = msgspec.field(default_factory=dict)
     calls: dict[int, str] = msgspec.field(default_factory=dict)
@@ -262,6 +265,12 @@ def same_cause(known: Verdict, new: Verdict) -> bool:
     return known.kind is new.kind and touching(known, new)
 
 
+def explains(new: Verdict, known: Verdict) -> bool:
+    """Return whether calls are why ranks ended: a backend ends them before these are compared."""
+    calls = new.kind in CALLS and known.kind is VerdictKind.CRASH
+    return calls and bool(new.suspects) and _who(new) <= _who(known)
+
+
 def follows(known: Verdict, new: Verdict) -> bool:
     """Return whether `new` may follow from `known`: ends and waits after a stop of the job."""
     if known.kind not in _LEADS_ON:
@@ -359,8 +368,8 @@ class RoundFacts:
         The newest generation; the largest step of any rank, -1 if unknown.
     nodes
         Nodes of the job.
-    node_of
-        Node of each rank.
+    node_of, pid_of
+        Node and process id of each rank.
     early
         Whether the watch has only just begun: it reports nothing that needs time.
     signs
@@ -373,6 +382,7 @@ class RoundFacts:
     step: int = -1
     nodes: int = 1
     node_of: Mapping[int, str] = field(default_factory=dict)
+    pid_of: Mapping[int, int] = field(default_factory=dict)
     early: bool = False
     signs: Mapping[str, Sequence[Sign]] = field(default_factory=dict)
 
@@ -487,8 +497,13 @@ class IncidentTracker:
     def _known(self, verdict: Verdict, moment: RoundFacts) -> _Case | None:
         for case in self._open:
             # A crash after a restart is another crash.
-            other = verdict.kind is VerdictKind.CRASH and case.generation != moment.generation
-            if same_cause(case.verdict, verdict) and not other:
+            other = case.generation != moment.generation
+            if same_cause(case.verdict, verdict) and not (
+                verdict.kind is VerdictKind.CRASH and other
+            ):
+                return case
+            soon = moment.now - case.begun <= _LATE_S and not other
+            if soon and explains(verdict, case.verdict):
                 return case
         return None
 
@@ -539,6 +554,7 @@ class IncidentTracker:
             action=self._action(verdict, nodes, moment),
             latency_s=latency(verdict),
             nodes=nodes,
+            pids=_pids(verdict, moment),
         )
         self._incidents[case.ident] = incident
         return incident
@@ -565,11 +581,15 @@ class IncidentTracker:
             if moment.now - case.begun < _LATE_S:  # a source may be slower than the end of a rank
                 verdict = with_signs(verdict, moment.signs, moment.node_of)
             fields["consequences"] = _more(known.consequences, words)
+        if known.kind == VerdictKind.CRASH and verdict.kind in CALLS:
+            ended = [f"rank {s.name}: {s.detail}" for s in known.verdict.suspects]
+            fields["consequences"] = _more((), [*ended, *known.consequences])
         if verdict.kind is VerdictKind.CANNOT_SAY:
             verdict = known.verdict  # what was known is not less so
         if _other(known.verdict, verdict):
             nodes = _nodes(verdict, moment)
-            fields |= {"kind": str(verdict.kind), "nodes": nodes}
+            pids = _pids(verdict, moment)
+            fields |= {"kind": str(verdict.kind), "nodes": nodes, "pids": pids}
             if known.verdict.kind is not verdict.kind:
                 fields["action"] = self._action(verdict, nodes, moment)
         case.verdict = verdict
@@ -674,6 +694,11 @@ def _nodes(verdict: Verdict, moment: RoundFacts) -> tuple[str, ...]:
     named = [n for n in verdict.names() if n.isdecimal()]
     nodes = [moment.node_of[int(n)] for n in named if int(n) in moment.node_of]
     return tuple(dict.fromkeys([*_named_nodes(verdict), *nodes]))
+
+
+def _pids(verdict: Verdict, moment: RoundFacts) -> dict[int, tuple[str, int]]:
+    ranks = [int(n) for n in verdict.names() if n.isdecimal()][:MOST_WORDS]
+    return {r: (moment.node_of[r], moment.pid_of[r]) for r in ranks if moment.pid_of.get(r)}
 
 
 def _named_nodes(verdict: Verdict) -> list[str]:

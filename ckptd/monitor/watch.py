@@ -261,6 +261,7 @@ class JobWatch:
             step=int(job.ranks["step"].max()) if len(job.ranks) else -1,
             nodes=max(len(job.nodes), 1),
             node_of=self._node_of(job),
+            pid_of=dict(zip(job.ranks["rank"].tolist(), job.ranks["pid"].tolist(), strict=True)),
             signs={a.node: recent_signs(a.state.signs, a.age_s) for a in self._agents},
             early=now - began < self.settings.settle_s,
         )

@@ -282,6 +282,8 @@ class Nodes:
     ----------
     cli
         Python that runs the command line, for launchers started from then on.
+    under
+        Words before the command of a node's launcher, by name: what puts it on a machine.
     """
 
     def __init__(
@@ -299,6 +301,7 @@ class Nodes:
         self._beside: list[psutil.Popen] = []
         self.processes: dict[str, psutil.Popen] = {}
         self.cli = _CLI
+        self.under: dict[str, list[str]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -316,6 +319,7 @@ class Nodes:
         with self.log(name).open("ab") as log:
             self.processes[name] = psutil.Popen(
                 [
+                    *self.under.get(name, ()),
                     sys.executable,
                     "-c",
                     self.cli,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ckptd.errors import NotFoundError
 from ckptd.monitor.incidents import (
@@ -221,3 +222,31 @@ def test_what_follows_what() -> None:
     assert not follows(slow, crash)
     assert not follows(hang, slow)
     assert not follows(verdict(VerdictKind.CANNOT_SAY, 1), crash)
+
+
+def test_calls_that_a_backend_ends_a_rank_for_are_the_cause_of_its_end() -> None:
+    book = Book()
+    crash = replace(
+        verdict(VerdictKind.CRASH, 3), suspects=(Suspect(SuspectKind.RANK, "3", 0.95, "signal 6"),)
+    )
+    (opened,) = book.judge(crash).opened
+    differ = verdict(VerdictKind.MISMATCH, 3)
+    changes = book.judge(crash, differ, after=1.0, pid_of={3: 4711})
+    assert changes.opened == ()
+    (now,) = changes.updated
+    assert (now.id, now.kind) == (opened.id, "mismatch")
+    assert now.consequences == ("rank 3: signal 6",)
+    assert now.pids == {3: ("n0", 4711)}
+    after = replace(crash, evidence=("rank 5: exit code 1",))
+    (later,) = book.judge(differ, after).updated
+    assert (later.kind, later.consequences[-2:]) == (
+        "mismatch",
+        ("rank 3: signal 6", "rank 5: exit code 1"),
+    )
+
+
+def test_calls_of_another_rank_are_not_why_a_rank_ended() -> None:
+    book = Book()
+    book.judge(verdict(VerdictKind.CRASH, 3))
+    (opened,) = book.judge(verdict(VerdictKind.MISMATCH, 4), after=1.0).opened
+    assert opened.kind == "mismatch"

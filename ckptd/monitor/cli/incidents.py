@@ -215,12 +215,19 @@ def _show(incident: dict[str, Any]) -> None:
         print_text(f"seen {seen}: {shorten(incident['note'], 200)}", 2)
     print()
     for suspect in verdict["suspects"][:64]:
+        rank = suspect["name"] if suspect["target"] == "rank" else ""
+        node, pid = incident.get("pids", {}).get(rank, ("", 0))
         print_text(
             f"suspect: {suspect['target']} {shorten(suspect['name'], 128)},"
-            f" confidence {suspect['confidence']:.2f}: {shorten(suspect['detail'], 200)}",
+            + (f" process {pid} on {shorten(node, 128)}," if pid else "")
+            + f" confidence {suspect['confidence']:.2f}: {shorten(suspect['detail'], 200)}",
             2,
         )
+    share = incident["cost"]
+    whole = "all of the job" if share == 1 else f"{100 * (share or 0):.1f} % of the job"
     for title, texts in (
+        ("last call", [verdict["place"]] if verdict["place"] else []),
+        ("cost", [] if share is None else [whole + ", while it lasts"]),
         ("evidence", verdict["evidence"]),
         ("rules out", verdict["rules_out"]),
         ("refuted by", [verdict["refuted_by"]]),

@@ -640,6 +640,7 @@ class IncidentDocument(Struct, frozen=True, kw_only=True):
     action: str
     latency_s: float
     nodes: tuple[str, ...]
+    pids: dict[int, tuple[str, int]]
     consequences: tuple[str, ...]
     acknowledged_at: float | None
     note: str

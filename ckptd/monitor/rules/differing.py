@@ -12,13 +12,14 @@ from ckptd.monitor.stats import Array, mix
 def strayed(job: JobView, circle: Array) -> Array:
     """Return the rows of `circle` that went from one call to another as they never did before.
 
-    All others went a way that they have gone before. Ranks rightly differ from each other: each is
-    compared with its own past, and with the others where all are in all groups of the circle. Empty
-    where that does not single out fewer than half, or one of two: it is new to all then.
+    All others went a way that was gone before. Ranks rightly differ from each other: each is
+    compared with its own past, and with the others where all are in all groups of the circle, or
+    make the same calls. Empty where that does not single out fewer than half, or one of two: it is
+    new to all then. Which of two that send and receive strayed does not show.
     """
     calls = job.calls
     last = job.last_call[circle]
-    if not len(calls) or (last < 0).any() or np.isin(calls["op"][last], P2P).any():
+    if not len(calls) or (last < 0).any():
         return circle[:0]
     ranks = calls["row"]
     groups = job.groups[np.isin(job.groups["row"], circle)]
@@ -26,11 +27,27 @@ def strayed(job: JobView, circle: Array) -> Array:
     waited_in = len(np.unique(groups["group"][shared]))
     whose = np.zeros(len(ranks)) if shared.sum() == len(circle) * waited_in else ranks
     what = mix(calls["op"], calls["site"], calls["bytes"])
-    ways = np.zeros(len(calls), np.uint64)
+    new = _new_ways(ranks, what, whose, circle)[last]
+    odd = _few(circle[new], circle)
+    if not len(odd) and new.any():
+        # A round may have more calls than are kept of a rank: others have gone its way meanwhile.
+        new &= _new_ways(ranks, what, np.zeros(len(ranks)), circle)[last]
+        odd = _few(circle[new], circle)
+        before = np.isin(ranks, odd)
+        before[last] = False
+        if not np.isin(what[before], what[~np.isin(ranks, odd)]).all():
+            odd = odd[:0]  # it has a program of its own
+    return odd[:0] if np.isin(calls["op"][job.last_call[odd]], P2P).any() else odd
+
+
+def _new_ways(ranks: Array, what: Array, whose: Array, circle: Array) -> Array:
+    """Return of each call whether nobody of the same `whose` has come to it from the one before."""
+    ways = np.zeros(len(what), np.uint64)
     ways[1:] = mix(what[:-1], what[1:], whose[1:], np.isin(ranks[1:], circle))
     ways[1:][ranks[1:] != ranks[:-1]] = 0
     _, codes, counts = np.unique(ways, return_inverse=True, return_counts=True)
-    return _few(circle[counts[codes[last]] <= 1], circle)
+    new: Array = counts[codes] <= 1
+    return new
 
 
 def outvoted(job: JobView, circle: Array) -> Array:

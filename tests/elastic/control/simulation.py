@@ -47,6 +47,8 @@ from tests.elastic.control.simulation_judge import Line, Violation
 from tests.elastic.control.simulation_nodes import LEASE_S, SETTINGS, Boss, Nodes, SimNode
 
 STEP_S = 0.5
+_CLOCKS_S, _LATE_S = 86_400.0, 5.0
+"""So far apart are what two machines count by, and what they take for the time of day."""
 _SHAPES = (Shape(1, 3, 1), Shape(1, 4, 1), Shape(2, 2, 1), Shape(2, 2, 2))
 
 
@@ -93,8 +95,16 @@ class World(Nodes):
         except CorruptError as error:
             self.counts[f"refused {error.kind}"] += 1
             return
-        machine = StateMachine(self.job, self.settings, records, self.now, by=str(life))
-        self.bosses[life] = Boss(life, machine, len(raws))
+        ahead, late = _CLOCKS_S * (life % 3), _LATE_S * (life % 2)
+        machine = StateMachine(
+            self.job,
+            self.settings,
+            records,
+            self.now + ahead,
+            by=str(life),
+            epoch=-ahead - late,
+        )
+        self.bosses[life] = Boss(life, machine, len(raws), ahead)
         self.seat += 1
         for node in self.nodes.values():
             self.later(self.rng.uniform(0.05, 1.0), lambda n=node: self.turn_to(n, life))  # type: ignore[misc]
@@ -164,7 +174,8 @@ class World(Nodes):
         boss = self.newest()
         if boss is None:
             return may_stand_in(2.0, 0, 0, silent, known=True)
-        return may_stand_in(0.0, *boss.machine.hears(self.now, 2.0), silent, known=True)
+        hears = boss.machine.hears(self.now + boss.ahead, 2.0)
+        return may_stand_in(0.0, *hears, silent, known=True)
 
     def turn_to(self, node: SimNode, life: int) -> None:
         """Have a node connect to a controller."""
@@ -205,7 +216,7 @@ class World(Nodes):
         boss = boss or self.newest()
         if boss is None or self.bosses.get(boss.life) is not boss or self.over:
             return
-        for action in boss.machine.handle(event, self.now):
+        for action in boss.machine.handle(event, self.now + boss.ahead):
             if boss.life not in self.bosses:
                 break  # it is no controller any more
             self.carry_out(action, boss)
@@ -248,7 +259,7 @@ class World(Nodes):
         known = any(n.alive and (n.running or n.fenced) for n in self.nodes.values())
         if self.log_lost and known:
             raise Violation(f"generation {record.generation} was begun over a log that was lost")
-        hears, knows = boss.machine.hears(self.now, 2.0)
+        hears, knows = boss.machine.hears(self.now + boss.ahead, 2.0)
         if knows - hears > hears and len(self.silent()) > hears:
             self.counts["yielded"] += 1
             del self.bosses[boss.life]
@@ -468,6 +479,7 @@ def main() -> None:
             ends[world.aborted.kind if world.aborted else "finished"] += 1
             counts += world.counts
             counts["steps"] += world.line.committed
+            counts["seconds"] += int(world.now)
             counts["refused commits"] += world.line.refused
         except Exception as error:  # noqa: BLE001 - every kind of failure is a result
             ends["violation"] += 1

@@ -42,6 +42,8 @@ class Boss:
     machine: StateMachine
     known: int
     """Records of the log that it knows."""
+    ahead: float = 0.0
+    """Of its machine's clock: each counts from a moment of its own."""
 
 
 @dataclass

@@ -4,26 +4,34 @@
 schedule a seed, N one after the other in one job. A job is a small GPT on nodes of this machine
 under ``ckptd run``. In a schedule faults come at random moments; then all heals, and the job must
 train on, or have refused plainly. At its end it must have trained what an uninterrupted run trains.
+
+``--soak MINUTES`` plays schedules from FIRST on for so long in one job of four nodes, each a
+machine of its own (`tests.elastic.live.machines`), with a publisher and a worker that follows it.
+After each schedule all four nodes must train again, and the worker must have a version of it. Of a
+schedule with one fault alone that has a culprit, the controller must have told the culprit once.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from ckptd.elastic.log import MembershipLog
+from ckptd.store import open_store
 from ckptd_demo.elasticjob import ElasticSpec, TrainedRow
 from ckptd_demo.judge import largest_difference, violations
 from ckptd_demo.processes import read_rows
 from tests.elastic.live.faults import play_fault
-from tests.elastic.live.job import MODES, STEPS, LiveJob, spec_in
+from tests.elastic.live.job import MODES, SOAK, STEPS, LiveJob, spec_in
 from tests.elastic.live.reference import reference
 
 _START_S = 120.0
@@ -55,6 +63,9 @@ class Result(msgspec.Struct, kw_only=True):
         What must never be and was. The last schedule of a job has what was found at its end.
     held
         MiB, descriptors and threads of each process that outlives generations, when it trained on.
+    alone, told
+        Of a soak: the node of the one fault with a culprit, or nothing; the causes of restarts that
+        the controller has told.
     gap, excused
         Of the whole job, with its last schedule: the largest relative difference of a loss; and
         promises of near tiers that fell with all nodes that held them.
@@ -72,6 +83,8 @@ class Result(msgspec.Struct, kw_only=True):
     gap: float = 0.0
     excused: int = 0
     words: str = ""
+    alone: str = ""
+    told: list[str] = []
 
 
 # --- a schedule -----------------------------------------------------------------------------------
@@ -80,8 +93,9 @@ class Result(msgspec.Struct, kw_only=True):
 def _schedule(job: LiveJob, seed: int) -> Result:
     """Hurt the job, heal it, and wait until it trains on."""
     job.rng, job.faults = random.Random(seed), []
-    begun, before = time.monotonic(), _generation(job)
-    for _ in range(job.rng.randint(1, 4)):
+    begun, before, told = time.monotonic(), _generation(job), _told(job)
+    alone = job.mode == SOAK and job.rng.random() < 0.5
+    for _ in range(1 if alone else job.rng.randint(1, 4)):
         gap = job.rng.choice([0.0, 0.5, 1.0, 4.0])
         job.rest(job.rng.uniform(0, 2 * gap))
         if job.over():
@@ -93,9 +107,18 @@ def _schedule(job: LiveJob, seed: int) -> Result:
 
     def trained() -> bool:
         new = [row for row in job.rows[-_AFTER_STEPS:] if row.at > row_at]
-        return len(new) == _AFTER_STEPS and job.step() >= healed
+        whole = job.mode != SOAK or all(row.ranks == job.planned for row in new)
+        return len(new) == _AFTER_STEPS and job.step() >= healed and whole
 
-    done = job.until(lambda: trained() or job.over(), _HEAL_S)
+    def followed() -> bool:
+        return job.mode != SOAK or job.taken() >= healed
+
+    done = job.until(lambda: (trained() and followed()) or job.over(), _HEAL_S)
+    causes = _told(job)[len(told) :]
+    culprit = _culprit(job.faults) if alone else ""
+    wrong = [] if done else [f"all nodes train: {trained()}, the worker follows: {followed()}"]
+    if culprit and [culprit in cause.split() for cause in causes].count(True) != 1:
+        wrong.append(f"{culprit} is to be told once, told is {causes}")
     return Result(
         seed=seed,
         mode=job.mode,
@@ -105,7 +128,24 @@ def _schedule(job: LiveJob, seed: int) -> Result:
         generations=(before, _generation(job)),
         seconds=round(time.monotonic() - begun, 1),
         held=job.held(),
+        alone=culprit,
+        told=causes,
+        wrong=wrong if job.mode == SOAK else [],
     )
+
+
+def _told(job: LiveJob) -> list[str]:
+    """Return the causes of all generations so far."""
+    with open_store(job.log_url) as store:
+        return [record.reason for record in MembershipLog(store).read()]
+
+
+def _culprit(faults: Sequence[str]) -> str:
+    """Return the node that one fault has met, if it is one after which a node is to be named."""
+    _, _, what = faults[0].partition(": ") if faults else ("", "", "")
+    words = what.split()
+    named = ("kill worker", "kill node")
+    return words[2] if len(words) > 2 and what.startswith(named) else ""
 
 
 def _generation(job: LiveJob) -> int:
@@ -116,17 +156,27 @@ def _generation(job: LiveJob) -> int:
 
 
 def play(
-    seeds: Sequence[int], mode: str, right: dict[int, TrainedRow], keep: Path | None = None
+    seeds: Iterable[int],
+    mode: str,
+    right: Callable[[str, int], dict[int, TrainedRow]],
+    keep: Path | None = None,
+    tell: Callable[[Result], None] = lambda _: None,
 ) -> list[Result]:
     """Play schedules in one job, until it is over; what is wrong is in the results."""
+    seeds = iter(seeds)
+    first = next(seeds)
     folder = Path(tempfile.mkdtemp(prefix="ckptd-live-"))
     try:
-        job = LiveJob(folder, seeds[0], mode)
-        with job.nodes:
-            results = _play(job, seeds)
-            finished = _end(job, results)
-        job.close()
-        _judge(job, results, finished, right)
+        job = LiveJob(folder, first, mode)
+        try:
+            with job.nodes:
+                results = _play(job, itertools.chain([first], seeds), tell)
+                finished = _end(job, results)
+        finally:
+            job.close()
+        steps = max(STEPS, *(row.step for row in job.rows), 0)
+        _judge(job, results, finished, right(mode, steps))
+        tell(results[-1])
         if any(result.wrong for result in results) and keep is not None:
             kept = keep / f"seed-{results[-1].seed}"
             shutil.copytree(folder, kept, ignore=_sockets, dirs_exist_ok=True)
@@ -135,13 +185,13 @@ def play(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _play(job: LiveJob, seeds: Sequence[int]) -> list[Result]:
+def _play(job: LiveJob, seeds: Iterable[int], tell: Callable[[Result], None]) -> list[Result]:
     job.start()
     results: list[Result] = []
     if not job.until(lambda: job.step() >= 3 or job.over(), _START_S) or job.over():
         results.append(
             Result(
-                seed=seeds[0],
+                seed=next(iter(seeds)),
                 mode=job.mode,
                 nodes=len(job.names),
                 faults=[],
@@ -154,6 +204,8 @@ def _play(job: LiveJob, seeds: Sequence[int]) -> list[Result]:
         )
         return results
     for seed in seeds:
+        if results:
+            tell(results[-1])  # the last one is told once it was judged
         results.append(_schedule(job, seed))
         if results[-1].end != "progress":
             break
@@ -174,7 +226,7 @@ def _end(job: LiveJob, results: list[Result]) -> bool:
     if last.end in ("progress", "over") and len(codes) == 1 and codes <= set(PLAIN_ENDS):
         last.end = "refused"
     elif last.end in ("progress", "over", "stuck"):
-        last.wrong = [f"the job is {last.end}: {job.nodes.codes()}; {job.status()}"[:3000]]
+        last.wrong += [f"the job is {last.end}: {job.nodes.codes()}; {job.status()}"[:3000]]
         last.words = job.words()
     return False
 
@@ -198,7 +250,7 @@ def _judge(
     )
     if not finished:
         found = [text for text in found if not text.startswith("the last step is")]
-    last.wrong += found + grown([result.held for result in results])
+    last.wrong += found + job.mixed() + grown([result.held for result in results])
     last.words = job.words() if last.wrong else ""
 
 
@@ -265,7 +317,7 @@ def campaign(
     seeds: Sequence[int],
     *,
     each: int,
-    right: Callable[[str], dict[int, TrainedRow]],
+    right: Callable[[str, int], dict[int, TrainedRow]],
     keep: Path | None = None,
     modes: Sequence[str] = MODES,
     tell: Callable[[Result], None] = lambda _: None,
@@ -277,10 +329,8 @@ def campaign(
         pause()
         part = left[:each]
         mode = modes[part[0] // each % len(modes)]
-        played = play(part, mode, right(mode), keep)
+        played = play(part, mode, right, keep, tell)
         left = left[len(played) :]
-        for result in played:
-            tell(result)
         results += played
     return results
 
@@ -296,19 +346,20 @@ class References:
 
     def __init__(self, kept: Path | None = None) -> None:
         self._kept = kept
-        self._found: dict[int, dict[int, TrainedRow]] = {}
+        self._found: dict[tuple[int, int], dict[int, TrainedRow]] = {}
 
-    def __call__(self, mode: str) -> dict[int, TrainedRow]:
+    def __call__(self, mode: str, steps: int) -> dict[int, TrainedRow]:
         spec = spec_in(Path("/"), mode)
-        if spec.microbatches not in self._found:
-            self._found[spec.microbatches] = self._read(spec)
-        return self._found[spec.microbatches]
+        key = (spec.microbatches, steps)
+        if key not in self._found:
+            self._found[key] = self._read(spec, steps)
+        return self._found[key]
 
-    def _read(self, spec: ElasticSpec) -> dict[int, TrainedRow]:
-        path = self._kept and self._kept / f"reference-{spec.microbatches}.jsonl"
+    def _read(self, spec: ElasticSpec, steps: int) -> dict[int, TrainedRow]:
+        path = self._kept and self._kept / f"reference-{spec.microbatches}-{steps}.jsonl"
         if path is not None and path.exists():
             return {row.step: row for row in read_rows(path, TrainedRow)}
-        right = reference(spec, STEPS)
+        right = reference(spec, steps)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in right.values()))
@@ -324,7 +375,8 @@ def main() -> int:
     """Play seeds; print each, and a line at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int)
+    parser.add_argument("last", type=int, nargs="?", default=0)
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="in one job of four nodes")
     parser.add_argument("--each", type=int, default=5, help="schedules of a job")
     parser.add_argument("--modes", nargs="+", default=MODES, help="of jobs, in turn")
     parser.add_argument("--out", type=Path, help="results as JSON lines")
@@ -341,15 +393,27 @@ def main() -> int:
             with arguments.out.open("a") as file:
                 file.write(line + "\n")
 
+    references = References(arguments.reference)
+    if arguments.soak is not None:
+        end = time.monotonic() + 60 * arguments.soak
+        seeds = itertools.takewhile(
+            lambda _: time.monotonic() < end, itertools.count(arguments.first)
+        )
+        results = play(seeds, SOAK, references, arguments.keep, tell)
+        return _sum(results)
     results = campaign(
         range(arguments.first, arguments.last),
         each=arguments.each,
-        right=References(arguments.reference),
+        right=references,
         keep=arguments.keep,
         modes=arguments.modes,
         tell=tell,
         pause=lambda: _wait_while(arguments.quiet),
     )
+    return _sum(results)
+
+
+def _sum(results: Sequence[Result]) -> int:
     bad = sum(bool(r.wrong) for r in results)
     sys.stdout.write(f"{len(results)} schedules, {bad} with violations\n")
     return 1 if bad else 0

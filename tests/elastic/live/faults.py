@@ -9,7 +9,8 @@ from collections.abc import Callable
 import psutil
 
 from ckptd.elastic.messages import OrderKind
-from tests.elastic.live.job import SETTINGS, LiveJob, send
+from tests.elastic.live.job import SETTINGS, SOAK, LiveJob, send
+from tests.elastic.live.machines import Machines
 
 __all__ = ["kinds", "play_fault"]
 
@@ -20,7 +21,20 @@ def kinds(job: LiveJob) -> dict[str, Callable[[], str]]:
     found = {n: getattr(faults, n) for n in dir(_Faults) if not n.startswith("_")}
     if not job.lines:
         del found["cut_line"], found["cut_members"]
+    if job.mode != SOAK:
+        for name in OF_MACHINES:
+            del found[name]
     return found
+
+
+OF_MACHINES = (
+    "cut_node",
+    "full_disk",
+    "jump_clock",
+    "kill_daemon",
+    "kill_follower",
+    "slow_disk",
+)
 
 
 def play_fault(job: LiveJob) -> None:
@@ -29,6 +43,7 @@ def play_fault(job: LiveJob) -> None:
     often = ["kill_worker", "stop_worker", "kill_node"]
     often += ["cut_line", "cut_members"] * 2 if job.lines else []
     often += ["stop_worker"] * 3 if job.mode == "watched" else []
+    often += OF_MACHINES if job.mode == SOAK else []
     name = job.rng.choice([*all_kinds, *often])
     at = time.monotonic() - job.begun
     what = all_kinds[name]()
@@ -50,9 +65,11 @@ class _Faults:
 
     def kill_worker(self) -> str:
         workers = self._job.workers()
-        if workers:
-            send(self._rng.choice(workers), signal.SIGKILL)
-        return ""
+        if not workers:
+            return ""
+        victim = self._rng.choice(workers)
+        send(victim, signal.SIGKILL)
+        return self._job.node_of(victim.pid)
 
     def stop_worker(self) -> str:
         """Stop a rank; somebody notices after a while, the daemon where there is one."""
@@ -61,10 +78,10 @@ class _Faults:
             return ""
         victim = self._rng.choice(workers)
         send(victim, signal.SIGSTOP)
-        if job.mode != "watched":
+        if job.mode not in ("watched", SOAK):
             job.then(self._rng.uniform(0.5, 3), lambda: job.order(OrderKind.RESTART))
         job.then(self._rng.uniform(3, 15), lambda: send(victim, signal.SIGCONT))
-        return ""
+        return job.node_of(victim.pid)
 
     def zombies(self) -> str:
         """Freeze a node with its ranks for longer than its lease; the ranks wake up first."""
@@ -141,6 +158,53 @@ class _Faults:
         line.cut = True
         self._job.gone(name, seconds)
         self._job.then(seconds, lambda: setattr(line, "cut", False))
+
+    # --- machines ---------------------------------------------------------------------------------
+
+    @property
+    def _machines(self) -> Machines:
+        assert self._job.machines is not None
+        return self._job.machines
+
+    def cut_node(self) -> str:
+        """Cut one node off from all others; nobody is told."""
+        job, name = self._job, self._rng.choice(self._job.names)
+        node, seconds = job.names.index(name), self._rng.uniform(0.5, 2.5 * SETTINGS["lease_s"])
+        if name not in job.cut:
+            job.cut.add(name)
+            self._machines.network.cut(node)
+            job.gone(name, seconds)
+            job.then(seconds, lambda: job.mend(name))
+        return f"{name} for {seconds:.1f} s"
+
+    def slow_disk(self) -> str:
+        """Let each flush of a node take long."""
+        name, late = self._one(), self._rng.choice([0.05, 0.5, 3.0])
+        self._machines.slow_disk(name, late)
+        self._job.then(self._rng.uniform(2, 15), lambda: self._machines.slow_disk(name, 0.0))
+        return f"{name} by {late} s"
+
+    def full_disk(self) -> str:
+        """Leave the root no room."""
+        self._machines.fill_disk()
+        self._job.then(self._rng.uniform(2, 15), self._machines.empty_disk)
+        return ""
+
+    def jump_clock(self) -> str:
+        """Let a node's clock jump; it stays so until all heals, when it jumps back."""
+        name = self._rng.choice(self._job.names)
+        seconds = self._rng.choice([-86400.0, -3600.0, -5.0, 5.0, 3600.0, 50_000.0])
+        self._machines.set_clock(name, seconds)
+        return f"{name} by {seconds:g} s"
+
+    def kill_daemon(self) -> str:
+        for process in self._job.processes(" serve "):
+            send(process, signal.SIGKILL)
+        return ""
+
+    def kill_follower(self) -> str:
+        self._job.follower.kill()
+        return ""
 
     # --- orders -----------------------------------------------------------------------------------
 

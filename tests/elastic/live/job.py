@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,14 +19,17 @@ import psutil
 from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
+from ckptd.elastic.places import open_places
 from ckptd.errors import CkptdError
 from ckptd.store import open_store
 from ckptd_demo.elasticjob import FINISH, ElasticSpec, RankRow, TrainedRow
 from ckptd_demo.processes import Nodes, free_port, read_rows
 from ckptd_demo.spec import GptShape
+from tests.elastic.live.machines import Machines
 from tests.elastic.live.proxy import Line
+from tests.elastic.live.published import TAKEN, WRONG
 
-__all__ = ["MODES", "SETTINGS", "STEPS", "LiveJob", "spec_in"]
+__all__ = ["MODES", "SETTINGS", "SOAK", "STEPS", "LiveJob", "send", "spec_in"]
 
 STEPS = 500
 _ROOT = Path(__file__).parents[3]
@@ -32,6 +38,8 @@ MODES = ("session", "two-slots", "cut", "once", "watched")
 """``session``: one rank a node, which goes on in its process. ``two-slots``: two. ``cut``: as the
 first, and lines to the controller are cut. ``once``: a script without session. ``watched``: a
 daemon notices stopped ranks by itself."""
+SOAK = "soak"
+"""Four nodes on machines of their own, with a daemon, a publisher and a worker that follows it."""
 SETTINGS = {
     "silent_s": 3,
     "lease_s": 8,
@@ -59,11 +67,11 @@ def spec_in(folder: Path, mode: str) -> ElasticSpec:
     All ranks have the same number of micro-batches, whichever nodes are there.
     """
     return ElasticSpec(
-        root=str(folder / "root"),
-        steps=STEPS,
+        root=str(folder / ("disk/root" if mode == SOAK else "root")),
+        steps=100 * STEPS if mode == SOAK else STEPS,
         every=20,
         shape=GptShape(layers=1, heads=2, width=32, seq=16),
-        microbatches=4 if mode == "two-slots" else 6,
+        microbatches={"two-slots": 4, SOAK: 12}.get(mode, 6),
         pause_s=0.3,
     )
 
@@ -86,8 +94,8 @@ class LiveJob:
         self.rng = random.Random(seed)
         self.folder, self.mode = folder, mode
         slots = 2 if mode == "two-slots" else 1
-        self.planned = 2 if slots == 2 else rng.choice([2, 3])
-        spares = 0 if slots == 2 else rng.choice([0, 1])
+        self.planned = 4 if mode == SOAK else 2 if slots == 2 else rng.choice([2, 3])
+        spares = 0 if mode == SOAK or slots == 2 else rng.choice([0, 1])
         self.names = [f"n{k}" for k in range(self.planned + spares)]
         self.name = f"live-{seed}-{secrets.token_hex(3)}"
         self.port = free_port()
@@ -95,6 +103,7 @@ class LiveJob:
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.away: list[tuple[float, float, str]] = []
         """From when to when nodes could not be reached, and which; if they died, one moment."""
+        self.cut: set[str] = set()
         self.begun = time.monotonic()
         run = folder / "run"
         run.mkdir(mode=0o700)
@@ -103,18 +112,29 @@ class LiveJob:
         (folder / "spec.json").write_bytes(msgspec.json.encode(spec_in(folder, mode)))
         self.lines = {name: Line(self.port) for name in self.names} if mode == "cut" else {}
         self.env["LIVE_LINES"] = ",".join(f"{n}={line.port}" for n, line in self.lines.items())
+        self.machines = Machines(folder, self.names) if mode == SOAK else None
         self.nodes = Nodes(folder, self._flags(slots), self._command(), self.env)
+        if self.machines is not None:
+            self.nodes.under = {name: self.machines.under(name) for name in self.names}
         if self.lines:
             self.nodes.cli = _THROUGH_LINE
         self.operator = OperatorLink(
-            lambda: f"127.0.0.1:{self.port}",
+            self._address,
             self.name,
             self.env["CKPTD_SECRET"].encode(),
             timeout_s=_CALL_S,
         )
 
+    def _address(self) -> str:
+        if self.machines is None:
+            return f"127.0.0.1:{self.port}"
+        newest = open_places(self.name, self.log_url).leader.newest()
+        return newest.address if newest is not None else ""
+
     def _flags(self, slots: int) -> list[str]:
         where = f"127.0.0.1:{self.port}"
+        if self.machines is not None:
+            where = f"{self.machines.address(self.names[0])}:29400"
         flags = ["--job", self.name, "--nnodes", f"1:{self.planned}"]
         flags += ["--nproc-per-node", str(slots), "--rdzv-endpoint", where, "--log", self.log_url]
         for key, value in SETTINGS.items():
@@ -122,12 +142,18 @@ class LiveJob:
         return flags
 
     def _command(self) -> list[str]:
+        if self.mode == SOAK:
+            return ["-m", "tests.elastic.live.published", str(self.folder)]
         once = ["--once"] if self.mode == "once" else []
         return ["-m", "ckptd_demo.elasticjob", str(self.folder), *once]
 
     def start(self) -> None:
         """Start all launchers, and the daemon where there is one."""
-        if self.mode == "watched":
+        if self.mode == SOAK:
+            # The launcher with the controller starts a daemon.
+            self.nodes.flags += ["--floor", "train=5"]
+            self.follow()
+        elif self.mode == "watched":
             where = f"127.0.0.1:{self.port}"
             serve = ["serve", "--json", "--job", self.name, "--controller", where]
             self.nodes.beside(serve, ["--floor", "train=3"])
@@ -140,9 +166,23 @@ class LiveJob:
         for name in self.names:
             self.nodes.start(name)
 
+    def follow(self) -> None:
+        """Start the worker that takes what is published."""
+        assert self.machines is not None
+        script = ["-m", "tests.elastic.live.published", str(self.folder), "--follow"]
+        command = [*self.machines.under("beside"), sys.executable, *script]
+        with self.nodes.log("follower").open("ab") as log:
+            self.follower = subprocess.Popen(
+                command, env={**os.environ, **self.env}, stdout=log, stderr=log
+            )
+
     def close(self) -> None:
         for line in self.lines.values():
             line.close()
+        if self.machines is not None:
+            self.follower.kill()
+            self.follower.wait()
+            self.machines.close()
 
     # --- what is seen -----------------------------------------------------------------------------
 
@@ -162,6 +202,10 @@ class LiveJob:
         newest = max((row.generation for row in rows), default=0)
         return [row for row in rows if row.generation == newest]
 
+    def node_of(self, pid: int) -> str:
+        """Return the node of a rank that trains, or has trained."""
+        return next((row.node for row in reversed(self.ranks) if row.pid == pid), "")
+
     def workers(self, node: str = "") -> list[psutil.Process]:
         """Return the ranks of the newest generation that live, of one node or of all."""
         return list(_living(row.pid for row in self.newest() if node in ("", row.node)))
@@ -171,8 +215,8 @@ class LiveJob:
         found = []
         for process in psutil.process_iter(["cmdline", "environ"]):
             line = " ".join(process.info["cmdline"] or ())
-            ours = (process.info["environ"] or {}).get("CKPTD_RUN_DIR") == self.env["CKPTD_RUN_DIR"]
-            if ours and words in line:
+            run = (process.info["environ"] or {}).get("CKPTD_RUN_DIR", "")
+            if run.startswith(self.env["CKPTD_RUN_DIR"]) and words in line:
                 found.append(process)
         return found
 
@@ -204,6 +248,16 @@ class LiveJob:
             return self.operator.status()
         return None
 
+    def taken(self) -> int:
+        """Return the newest step that the worker has taken."""
+        path = self.folder / TAKEN
+        return int([0, *path.read_text().split()][-1]) if path.exists() else 0
+
+    def mixed(self) -> list[str]:
+        """Return the versions that were not of one step."""
+        path = self.folder / WRONG
+        return path.read_text().splitlines() if path.exists() else []
+
     def over(self) -> bool:
         """Whether the job has ended: who was not killed has gone in good order, or refused."""
         return any(code is not None and code >= 0 for code in self.nodes.codes().values())
@@ -231,6 +285,13 @@ class LiveJob:
         """Note that a node cannot be reached for so long, or has lost what its agent kept."""
         now = time.monotonic()
         self.away.append((now, now + seconds, name))
+
+    def mend(self, name: str) -> None:
+        """Let a node that was cut off reach the others again."""
+        assert self.machines is not None
+        if name in self.cut:
+            self.cut.remove(name)
+            self.machines.network.mend(self.names.index(name))
 
     def then(self, seconds: float, what: Callable[[], None]) -> None:
         self.later.append((time.monotonic() + seconds, what))
@@ -260,6 +321,12 @@ class LiveJob:
         """Undo all that lasts."""
         for line in self.lines.values():
             line.cut = False
+        if self.machines is not None:
+            self.machines.heal()
+            for name in sorted(self.cut):
+                self.mend(name)
+            if self.follower.poll() is not None:
+                self.follow()
         for process in [*self.workers(), *self.nodes.processes.values()]:
             send(process, signal.SIGCONT)
         for name in self.names:

@@ -32,7 +32,7 @@ def reference(spec: ElasticSpec, steps: int) -> dict[int, TrainedRow]:
             [sys.executable, "-m", "tests.elastic.live.reference", name, str(steps)],
             env={**os.environ, **world, "MASTER_PORT": str(free_port())},
             check=True,
-            timeout=600,
+            timeout=600 + 2 * steps,
         )
         return {row.step: row for row in read_rows(folder / "steps.jsonl", TrainedRow)}
 

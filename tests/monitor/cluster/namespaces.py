@@ -5,6 +5,7 @@ Nothing of it touches the namespace that the tests run in, but names below ``/ru
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import secrets
@@ -108,6 +109,24 @@ class Network:
         keep = [f"route add {self.address(k)}/32 via {_ROUTER} dev eth0 onlink" for k in but]
         halves = ["route add blackhole 10.77.0.0/17", "route add blackhole 10.77.128.0/17"]
         _batch([*keep, *halves], self.spaces[node])
+
+    def mend(self, node: int) -> None:
+        """Undo `cut`."""
+        halves = ["route del blackhole 10.77.0.0/17", "route del blackhole 10.77.128.0/17"]
+        _batch(halves, self.spaces[node])
+
+    def enter_hub(self) -> None:
+        """Put this thread, and those that it starts, on the router, which reaches all nodes."""
+        for space in self.spaces:
+            _batch([f"route add {_ROUTER}/32 dev eth0"], space)
+        _batch(["link set lo up"], self._hub)
+        libc = ctypes.CDLL(None, use_errno=True)
+        fd = os.open(f"/run/netns/{self._hub}", os.O_RDONLY)
+        try:
+            if libc.setns(fd, 0):
+                raise OSError(ctypes.get_errno(), f"no entry to {self._hub}")
+        finally:
+            os.close(fd)
 
     def reject(self, a: int, b: int) -> None:
         """Cut two nodes from each other; whoever connects is told at once."""

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["PROGRAMS", "Program", "batch", "net", "pause", "program", "rank", "rounds", "world"]
+__all__ = [
+    "NEXT",
+    "PLANTED",
+    "PLANTED_VARIABLE",
+    "PROGRAMS",
+    "SECONDS_VARIABLE",
+    "WIDTH",
+    "Plan",
+    "Program",
+    "batch",
+    "net",
+    "pause",
+    "plant",
+    "program",
+    "rank",
+    "rounds",
+    "world",
+]
 
 SECONDS_VARIABLE = "CORPUS_SECONDS"
+PLANTED_VARIABLE = "CORPUS_PLANTED"
+"""Folder for ``N.planted`` of a case: when the fault came, and the process that it met."""
+PLANTED, NEXT = "planted", "next"
 WIDTH = 16
 _AHEAD = 10
 """No rank is so many rounds ahead of rank 0."""
@@ -28,7 +52,53 @@ class Program:
     needs: str = ""
 
 
+class Plan(NamedTuple):
+    """A program of the corpus, and the fault that comes to one of its ranks; or none."""
+
+    name: str
+    fault: str = ""
+    victim: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.fault}:{self.victim}" if self.fault else self.name
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        name, *rest = text.split(":")
+        return cls(name, rest[0], int(rest[1])) if rest else cls(name)
+
+
 PROGRAMS: dict[str, Program] = {}
+_plan = Plan("")
+_AT_ROUND, _AT_S = 25, 10.0
+"""A fault comes in the first round after both: places of the program are known then."""
+_FOR_EVER_S = 3600.0
+
+
+def plant(plan: Plan) -> None:
+    """Let the fault of a plan come to this rank, if it is the victim."""
+    global _plan
+    _plan = plan
+
+
+def _harm() -> None:
+    """Do to this rank what is planned."""
+    number = os.environ["CKPTD_GENERATION"]
+    place = Path(os.environ[PLANTED_VARIABLE]) / f"{number}.{PLANTED}"
+    new = place.with_suffix(".new")
+    new.write_text(f"{time.time()} {os.getpid()}")
+    new.rename(place)
+    match _plan.fault:
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(_FOR_EVER_S)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise RuntimeError("a planted error")
+        case "extra":
+            dist.all_reduce(torch.ones(3))
 
 
 def program(ranks: int = 4, needs: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -62,7 +132,11 @@ def rounds(least: int = 8) -> Iterator[int]:
     store = dist.distributed_c10d._get_default_store()
     end = time.monotonic() + float(os.environ.get(SECONDS_VARIABLE, "3"))
     last, number = 0, 0
+    harm_at = time.monotonic() + _AT_S if _plan.fault and rank() == _plan.victim else math.inf
     while not last or number < last:
+        if number >= _AT_ROUND and time.monotonic() >= harm_at:
+            harm_at = math.inf
+            _harm()
         if not last and rank() == 0 and number >= least and time.monotonic() >= end:
             last = number + _AHEAD
             store.set("last", str(last))

@@ -1,41 +1,59 @@
-"""Runs programs one after the other: ``python -m tests.monitor.corpus.main NAME ...``.
+"""Runs programs one after the other: ``python -m tests.monitor.corpus.main NAME[:FAULT:RANK] ...``.
 
-Ranks are forks, so that PyTorch is imported once, and otherwise what torchrun makes of them.
+Ranks are forks, so that PyTorch is imported once, and otherwise what torchrun makes of them. Those
+of a program with a fault are killed once whoever watches has put ``N.next`` into the folder.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
 from ckptd.monitor.injection import attach_now
-from tests.monitor.corpus import idioms, libraries, pipelines, roles, sharded  # noqa: F401
-from tests.monitor.corpus.base import PROGRAMS
+from tests.monitor.corpus import (  # noqa: F401
+    idioms,
+    libraries,
+    pipelines,
+    roles,
+    serving,
+    sharded,
+)
+from tests.monitor.corpus.base import NEXT, PLANTED_VARIABLE, PROGRAMS, Plan, plant
 from tests.processes import free_port
 
 _FAILED = 1
 
 
 def main() -> None:
-    for generation, name in enumerate(sys.argv[1:], 1):
-        print(f"begin {name}", flush=True)
-        print(f"end {name} {_run(name, generation)}", flush=True)
+    for generation, text in enumerate(sys.argv[1:], 1):
+        plan = Plan.of(text)
+        print(f"begin {plan.name}", flush=True)
+        print(f"end {plan.name} {_run(plan, generation)}", flush=True)
 
 
-def _run(name: str, generation: int) -> int:
+def _run(plan: Plan, generation: int) -> int:
     """Run one program on ranks of its own; return the first exit code that is not 0."""
-    program = PROGRAMS[name]
+    program = PROGRAMS[plan.name]
     port = free_port()
     ranks = [
-        _fork(lambda r=rank: _rank(name, r, program.ranks, port, generation))
+        _fork(lambda r=rank: _rank(plan, r, program.ranks, port, generation))
         for rank in range(program.ranks)
     ]
+    if plan.fault:
+        place = Path(os.environ[PLANTED_VARIABLE]) / f"{generation}.{NEXT}"
+        while not place.exists():
+            time.sleep(0.1)
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)  # none was waited for: the number is still its own
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     return next((code for code in codes if code), 0)
 
@@ -60,7 +78,7 @@ def _fork(child: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _rank(name: str, rank: int, world: int, port: int, generation: int) -> None:
+def _rank(plan: Plan, rank: int, world: int, port: int, generation: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -71,7 +89,8 @@ def _rank(name: str, rank: int, world: int, port: int, generation: int) -> None:
         "CKPTD_GENERATION": str(generation),
     }
     attach_now()
-    program = PROGRAMS[name]
+    program = PROGRAMS[plan.name]
+    plant(plan)
     if not program.needs:  # a library makes the group itself
         dist.init_process_group("gloo")
     program.main()

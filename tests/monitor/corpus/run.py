@@ -23,7 +23,14 @@ from pathlib import Path
 
 import msgspec
 
-from tests.monitor.corpus import idioms, libraries, pipelines, roles, sharded  # noqa: F401
+from tests.monitor.corpus import (  # noqa: F401
+    idioms,
+    libraries,
+    pipelines,
+    roles,
+    serving,
+    sharded,
+)
 from tests.monitor.corpus.base import PROGRAMS, SECONDS_VARIABLE
 
 __all__ = ["Outcome", "names", "run"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
+from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.verdict import Verdict, VerdictKind
 from tests.monitor import jobs
 
@@ -17,8 +18,13 @@ Call = tuple[int, int]
 """Group, and line."""
 
 
-def stand_still(streams: list[list[Call]], members: dict[int, set[int]]) -> JobView:
-    """Let each rank make its calls, one after the other, until none gets on."""
+def stand_still(
+    streams: list[list[Call]], members: dict[int, set[int]], messages: tuple[int, ...] = ()
+) -> JobView:
+    """Let each rank make its calls, one after the other, until none gets on.
+
+    Calls of groups in `messages` are from one rank to another.
+    """
     world = len(streams)
     entered = [dict.fromkeys([g for g in members if r in members[g]], 0) for r in range(world)]
     at, inside = [0] * world, [False] * world
@@ -41,7 +47,8 @@ def stand_still(streams: list[list[Call]], members: dict[int, set[int]]) -> JobV
             seqs[group] += 1
             start = jobs.NOW - 60 - 0.1 * (len(stream) - number)
             end = np.nan if inside[rank] and number == at[rank] else start + 0.01
-            made.append(jobs.call(group, seqs[group], start, end, site=line))
+            op = {"op": int(P2P[0])} if group in messages else {}
+            made.append(jobs.call(group, seqs[group], start, end, site=line, **op))
         pending = stream[at[rank]][0] if inside[rank] else 0
         rows = {g: (len(members[g]), n, n - (g == pending)) for g, n in entered[rank].items()}
         waits = {
@@ -91,6 +98,50 @@ def test_the_one_that_left_calls_out_is_named_with_its_line(
     assert verdict.names() == ("2",)
     assert "rank 2 went from the call at" in verdict.evidence[0]
     assert verdict.suspects[0].confidence > 0.8
+
+
+PIPELINE = {1: {0, 1}, 2: {1, 2}, 3: {2, 3}, 9: {0, 1, 2, 3}}
+
+
+def test_a_stage_that_leaves_its_pipeline_for_a_call_of_all_is_named() -> None:
+    """The others wait for its messages, one for another, where they often have."""
+    streams = [program(r, PIPELINE, [1, 2, 3, 3, 2, 1]) * 9 for r in range(4)]
+    streams[2] = [*streams[2][:16], (9, 99), *streams[2][16:]]
+    verdict = circle(stand_still(streams, PIPELINE, messages=(1, 2, 3)))
+    assert verdict is not None
+    assert verdict.names() == ("2",)
+
+
+MESH = {1: {0, 1}, 2: {2, 3}, 3: {0, 2}, 4: {1, 3}, 9: {0, 1, 2, 3}}
+
+
+def mesh(rank: int, rounds: int) -> list[Call]:
+    """Rounds of two calls within a pair, and one across."""
+    pair, across = 1 + rank // 2, 3 + rank % 2
+    return [(pair, 10), (pair, 11), (across, 12), (pair, 13), (across, 14)] * rounds
+
+
+def test_of_ranks_that_do_the_same_one_is_named_though_a_round_is_all_that_is_known() -> None:
+    streams = [mesh(r, 1) for r in range(4)]
+    streams[0] = [*streams[0][:3], (9, 99), *streams[0][3:]]
+    verdict = circle(stand_still(streams, MESH))
+    assert verdict is not None
+    assert verdict.names() == ("0",)
+
+
+def test_a_rank_with_a_program_of_its_own_is_not_named_for_that() -> None:
+    """Which of them strayed does not show: the last one alone has ever made such calls."""
+    streams = [mesh(r, 1) for r in range(3)]
+    streams.append([(4, 50), (2, 51), (4, 52)])
+    verdict = circle(stand_still(streams, MESH))
+    assert verdict is None or verdict.names() != ("3",)
+
+
+def test_of_stages_that_send_to_each_other_none_is_named_alone() -> None:
+    streams = [program(r, PIPELINE, [1, 2, 3, 3, 2, 1]) * 9 for r in range(4)]
+    streams[2] = [*streams[2][:16], (2, 98), *streams[2][16:]]
+    verdict = circle(stand_still(streams, PIPELINE, messages=(1, 2, 3)))
+    assert verdict is None or len(verdict.names()) != 1
 
 
 def test_without_lines_a_majority_in_all_groups_together_tells() -> None:
