@@ -170,8 +170,7 @@ def plan_rank(source: dict[str, Stored], target: Layout, tensors: list[Tensor], 
             )
             found = source[f"{state}.{tensor.name}"]
             copies = plan.plan(found.grid, regions)
-            pieces = np.array([c.piece for c in copies], dtype=np.int64)
-            files.update(found.owners.owners_of(pieces, found.base).tolist())
+            files.update(found.owners.owner(c.piece, found.base) for c in copies)
             load.tensors += 1
             load.pieces += len(copies)
             load.blocks += sum(len(c.blocks) for c in copies)
@@ -184,7 +183,7 @@ def plan_rank(source: dict[str, Stored], target: Layout, tensors: list[Tensor], 
 
 def forget() -> None:
     """Empty every cache, so that a measurement starts from nothing."""
-    plan.forget_templates()
+    plan._TEMPLATES.clear()
     for cached in (
         sharding.sharded_grid,
         sharding._cuts,

@@ -200,18 +200,18 @@ def seat_taken(where: str) -> ConflictError:
     )
 
 
-def stand_in_pause_s(order: int, stand_in_s: float = 1.0) -> float:
+def stand_in_pause_s(order: int) -> float:
     """Return how long a node waits in silence before it starts a controller.
+
+    The first one waits a second. The others wait longer, a few nodes at a time: of many
+    controllers that are started at once, all but one end again.
 
     Parameters
     ----------
     order
         Its rank among the nodes of the last generation; those without one count as the last.
-    stand_in_s
-        What the first one waits. The others wait longer, a few nodes at a time: of many
-        controllers that are started at once, all but one end again.
     """
-    return stand_in_s * (1 + min(order, _MOST_TRIED) / 2 + random.uniform(0, 0.2))
+    return 1 + min(order, _MOST_TRIED) / 2 + random.uniform(0, 0.2)
 
 
 def may_stand_in(pulse_old_s: float, hears: int, knows: int, silent: int, *, known: bool) -> bool:

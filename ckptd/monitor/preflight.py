@@ -310,11 +310,11 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 # -- which node probes which -----------------------------------------------------------------------
 
 
-def rounds(nodes: int, seed: int, all_up_to: int = ALL_PAIRS_UP_TO) -> Iterator[list[Pair]]:
+def rounds(nodes: int, seed: int) -> Iterator[list[Pair]]:
     """Yield rounds of pairs: in each one a node is in one pair at most.
 
-    Up to `all_up_to` nodes every pair comes once, by the circle method of tournaments. Of more
-    come the ring of neighbours and 8 random rounds, so that a node has about 10 peers.
+    Up to `ALL_PAIRS_UP_TO` nodes every pair comes once, by the circle method of tournaments. Of
+    more come the ring of neighbours and 8 random rounds, so that a node has about 10 peers.
 
     Parameters
     ----------
@@ -322,14 +322,12 @@ def rounds(nodes: int, seed: int, all_up_to: int = ALL_PAIRS_UP_TO) -> Iterator[
         Nodes.
     seed
         Draws the order of rounds, and which.
-    all_up_to
-        Nodes up to which every pair is probed.
     """
     draw = random.Random(seed)
     circle = nodes + nodes % 2  # with an odd count, one node pauses in each round
     order = list(range(circle - 1))
     draw.shuffle(order)
-    if nodes > all_up_to:
+    if nodes > ALL_PAIRS_UP_TO:
         yield from _ring(nodes)
         order = order[:RANDOM_ROUNDS]
     places = list(range(nodes))

@@ -659,9 +659,9 @@ def unpack_evidence(data: bytes, limits: ReportLimits | None = None) -> Evidence
     return found
 
 
-def unpack_orders(data: bytes, limits: ReportLimits | None = None) -> AgentOrders:
+def unpack_orders(data: bytes) -> AgentOrders:
     """Return the orders that `data` holds; errors as of `unpack_report`."""
-    return _decoded(data, _orders, limits or ReportLimits())
+    return _decoded(data, _orders, ReportLimits())
 
 
 def unpack_fencing(data: bytes, limits: ReportLimits | None = None) -> Fencing:
@@ -887,10 +887,9 @@ def job_of(
     reports: Sequence[NodeReport],
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
-    silent: Collection[str] = (),
 ) -> JobView:
     """Return the columns of the job that `reports` show; see `gathered`."""
-    return gathered(reports, members, agents, silent)[0]
+    return gathered(reports, members, agents)[0]
 
 
 def gathered(

@@ -208,7 +208,7 @@ def named_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         yield name or ("tensor" if leaf is value else name), leaf
 
 
-def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tuple[str, Any]]:
+def walk_values(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield ``(dotted path, leaf)`` of nested dicts, lists and tuples.
 
     A long list of plain values is one leaf.
@@ -220,7 +220,7 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
     """
     left, chars, again = MAX_VALUES, _MAX_CHARS, _MOST_AGAIN
     seen: set[int] = set()
-    stack: list[tuple[str, Any, int]] = [(path, value, 0)]
+    stack: list[tuple[str, Any, int]] = [("", value, 0)]
     while stack:
         path, value, depth = stack.pop()
         if isinstance(value, dict):
@@ -245,7 +245,7 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
                 where=path[:200],
                 wanted=f"{_MAX_DEPTH} levels, {MAX_VALUES} values, {_MAX_PATH} characters of name",
             )
-        inner = [(f"{path}{join}{k}" if path else str(k), v, depth + 1) for k, v in items]
+        inner = [(f"{path}.{k}" if path else str(k), v, depth + 1) for k, v in items]
         stack += reversed(inner)
 
 

@@ -462,7 +462,7 @@ def _changed(stock: SourceTensors, entry: ObjectEntry, on_change: str, world: in
     if on_change == "drop":
         return [msgspec.json.encode(marked(DROP, None))] * world
     by_rank = stock.encoded(entry.name)
-    values = [_decoded(by_rank[rank], entry.name) for rank in sorted(by_rank)]
+    values = [decoded_object(by_rank[rank], entry.name) for rank in sorted(by_rank)]
     if on_change == "reduce":
         values = [_numbered(v, n, len(values)) for n, v in enumerate(values)]
         return [msgspec.json.encode(marked(REDUCE, values))] * world
@@ -485,7 +485,8 @@ def _numbered(raw: Any, n: int, of: int) -> Any:
     return new | {key: raw[key] * of + n} if type(raw.get(key)) is int else new
 
 
-def _decoded(raw: bytes, where: str) -> Any:
+def decoded_object(raw: bytes, where: str) -> Any:
+    """Return an object that lies in a chunk; `CorruptError` where it is no JSON."""
     try:
         return ANYTHING.decode(raw)
     except msgspec.MsgspecError as error:

@@ -104,10 +104,6 @@ class Owners(msgspec.Struct, frozen=True, dict=True):
     def _first_pieces(self) -> NDArray[np.int64]:
         return np.concatenate(([0], np.cumsum([c for _, _, c in self.runs]))).astype(np.int64)
 
-    @cached_property
-    def _table(self) -> NDArray[np.int64]:
-        return np.array(self.runs, dtype=np.int64).reshape(-1, 3)
-
     def owner(self, piece: int, base: int = 0) -> int:
         """Return the file number of `piece`, or `ABSENT`.
 
@@ -125,23 +121,6 @@ class Owners(msgspec.Struct, frozen=True, dict=True):
         if first == ABSENT:
             return ABSENT
         return first + step * (piece - int(self._first_pieces[run])) + base
-
-    def owners_of(self, pieces: NDArray[np.int64], base: int = 0) -> NDArray[np.int64]:
-        """Return the file number of each of `pieces`: `owner` for many at once.
-
-        Raises
-        ------
-        IndexError
-            The map does not speak of one of them.
-        """
-        if not len(pieces):
-            return np.empty(0, dtype=np.int64)
-        if int(pieces.min()) < 0 or int(pieces.max()) >= self.npieces:
-            raise IndexError(f"pieces {pieces.min()} to {pieces.max()} of {self.npieces}")
-        run = np.searchsorted(self._first_pieces, pieces, side="right") - 1
-        first, step = self._table[run, 0], self._table[run, 1]
-        files = first + step * (pieces - self._first_pieces[run]) + base
-        return np.where(first == ABSENT, ABSENT, files)
 
     def pieces_of(self, file: int, base: int = 0) -> Iterator[int]:
         """Yield the pieces that `file` holds, in piece order: work grows with the runs."""

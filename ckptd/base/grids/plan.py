@@ -85,11 +85,6 @@ _TEMPLATES: Templates[tuple[Grid, tuple[Region, ...]], tuple[PieceCopy, ...]] = 
 """Recent plans, by what they were made from; the weight of one is its number of blocks."""
 
 
-def forget_templates() -> None:
-    """Forget all kept plans; for measurements, and for tests that count."""
-    _TEMPLATES.clear()
-
-
 def plan_once(grid: Grid, targets: Sequence[Region]) -> list[PieceCopy]:
     """Plan like `plan`, past the templates: for plans that will not be asked for again."""
     found: dict[int, list[Block]] = {}

@@ -100,8 +100,6 @@ class DirectReader:
     ----------
     reader
         The checkpoint.
-    stall_s
-        Longest time in seconds that the check of a file's size and digest index may take.
 
     Attributes
     ----------
@@ -113,14 +111,14 @@ class DirectReader:
 
     format = ""
 
-    def __init__(self, reader: CkptdReader, *, stall_s: float = _STALL_S) -> None:
+    def __init__(self, reader: CkptdReader) -> None:
         self.reader = reader
         self._filemap = reader.filemap
         store, files = reader.store, reader.manifest.files
         self._line = BlockLine([f.data_bytes for f in files])
         self._files = LocalFiles(store, files) if store.capabilities.local_files else None
         self._fetcher = Fetcher(
-            store, reader.places, self._line, self._files, threads=1, stall_s=stall_s
+            store, reader.places, self._line, self._files, threads=1, stall_s=_STALL_S
         )
         self._checking = threading.Lock()
         self._checked: set[int] = set()

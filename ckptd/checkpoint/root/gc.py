@@ -99,15 +99,13 @@ class Inventory:
     broken: dict[CommitName, str]
 
 
-def take(index: Index, now: float, whole: CommitName | None = None) -> Inventory:
+def take(index: Index, now: float) -> Inventory:
     """Read the state of a root.
 
     Parameters
     ----------
     now
         Seconds since 1970; decides which leases ran out.
-    whole
-        A commit that the caller knows to be complete: its files are not looked for.
 
     Raises
     ------
@@ -120,7 +118,7 @@ def take(index: Index, now: float, whole: CommitName | None = None) -> Inventory
     foreign = {n: why for n in names if (why := index.foreign(records[n])) is not None}
     own = [n for n in names if n not in foreign]
     on_line = line(newest, own, index.ancestor) if newest else []
-    anchor, broken = _anchor(index, [records[n] for n in on_line], whole)
+    anchor, broken = _anchor(index, [records[n] for n in on_line])
     beside = sorted(set(names) - set(on_line))
     claimed = index.generations() if beside else []
     return Inventory(
@@ -200,12 +198,10 @@ def decide(
 # -- what is complete ------------------------------------------------------------------------------
 
 
-def _anchor(
-    index: Index, commits: list[Commit], whole: CommitName | None
-) -> tuple[CommitName | None, dict[CommitName, str]]:
+def _anchor(index: Index, commits: list[Commit]) -> tuple[CommitName | None, dict[CommitName, str]]:
     broken: dict[CommitName, str] = {}
     for commit in reversed(commits):
-        missing = None if commit.name == whole else missing_files(index, commit)
+        missing = missing_files(index, commit)
         if not missing:
             return commit.name, broken
         broken[commit.name] = missing
@@ -428,7 +424,6 @@ def plan_gc(
     abandoned_s: float = ABANDONED_S,
     leftover_s: float = LEFTOVER_S,
     thorough: bool = True,
-    whole: CommitName | None = None,
     other_runs: bool = False,
 ) -> GcPlan:
     """Return what may be deleted; changes nothing.
@@ -448,8 +443,6 @@ def plan_gc(
     thorough
         Also look into every checkpoint for parts, and for what interrupted store calls left.
         Without, the plan costs a few listings: what to do after each save.
-    whole
-        A commit that the caller knows to be complete (it just made it).
     other_runs
         Also delete abandoned commits of other runs: of generations that the newest one does not
         descend from. No rule of one run deletes what another one wrote.
@@ -461,7 +454,7 @@ def plan_gc(
     """
     now, rule = time.time() if now is None else now, Keep.of(keep)
     catalogue.check_root()
-    inventory = take(catalogue, now, whole)
+    inventory = take(catalogue, now)
     annotations = None
     if rule.best is not None:
         annotations = catalogue.annotations(inventory.line)
@@ -795,9 +788,7 @@ class _Run:
         return swept
 
 
-def apply_retention(
-    catalogue: Catalogue, keep: Keep | int, *, whole: CommitName | None = None
-) -> tuple[str, ...]:
+def apply_retention(catalogue: Catalogue, keep: Keep | int) -> tuple[str, ...]:
     """Delete what `keep` does not want, and what older lives of the job left over.
 
     For one rank, after a commit; the save is durable whatever happens here. The grace periods are
@@ -807,8 +798,6 @@ def apply_retention(
     ----------
     keep
         The rule for the line.
-    whole
-        The commit that the caller just made, so that its files need not be looked for.
 
     Returns
     -------
@@ -821,7 +810,7 @@ def apply_retention(
         Kind ``stale-plan``: a newer life of the job began meanwhile; it is the one to delete.
     """
     with events.span("retention") as span:
-        plan = plan_gc(catalogue, keep, thorough=False, whole=whole)
+        plan = plan_gc(catalogue, keep, thorough=False)
         report = run_gc(catalogue.store, plan) if plan.items else GcReport()
         span.nbytes = report.nbytes
     return plan.notes

@@ -354,8 +354,6 @@ class RecoveryHistory:
         File to which each change of state is appended as a line of JSON; None for none. A line is
         written at once and not made durable; once one cannot be written, or the file not opened,
         none is any more, which is said.
-    epoch
-        Seconds since 1970 at which the moments were 0.
     say
         Is given each sentence for people.
     """
@@ -364,10 +362,9 @@ class RecoveryHistory:
         self,
         events: Path | None = None,
         *,
-        epoch: float | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._epoch = time.time() - time.monotonic() if epoch is None else epoch
+        self._epoch = time.time() - time.monotonic()
         self._say = say
         self._file: BinaryIO | None = None
         self._notes: deque[str] = deque(maxlen=_MOST_NOTES)

@@ -57,11 +57,6 @@ class DaemonClient:
         """Return the answer to a JSON document; errors as of `get`."""
         return self._json("POST", path, {}, msgspec.json.encode(body))
 
-    def download(self, path: str, **query: object) -> bytes:
-        """Return an answer that is no JSON; errors as of `get`."""
-        with self._asked("GET", path, query, None) as answer:
-            return answer.whole().body
-
     def events(self, last: str = "") -> Iterator[tuple[str, str, Any]]:
         """Yield id, name and document of each event, as they come; ends with the connection.
 

@@ -33,7 +33,7 @@ _SILENCE_S = 10.0
 _PAUSE_S = 0.3
 _ANSWER_S = 10.0
 _END_S = 5.0
-_MOST_NODES = 4096
+_MOST_NODES, _MOST_REASON = 4096, 500
 
 
 class ControllerLink:
@@ -178,7 +178,7 @@ _order_body = converter(OrderBody)
 _OF_NODES = frozenset({OrderKind.EXCLUDE, OrderKind.ADD, OrderKind.DRAIN})
 
 
-def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
+def order_of(body: dict[str, Any]) -> Order:
     """Return the order in the body of a request.
 
     Raises
@@ -196,8 +196,8 @@ def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
     if (kind in _OF_NODES) != bool(asked.nodes):
         found = ", ".join(asked.nodes) or "no node"
         raise _bad(f"{kind} {'with' if kind in _OF_NODES else 'without'} nodes", found)
-    if len(asked.reason) > most_reason:
-        raise _bad(f"a reason of at most {most_reason} characters", str(len(asked.reason)))
+    if len(asked.reason) > _MOST_REASON:
+        raise _bad(f"a reason of at most {_MOST_REASON} characters", str(len(asked.reason)))
     return Order(kind=kind, nodes=asked.nodes, reason=asked.reason)
 
 

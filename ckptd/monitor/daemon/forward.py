@@ -76,17 +76,13 @@ class Forwarder:
         Whose messages pass.
     url
         Of the daemon above.
-    limits
-        The most that a message may hold.
     """
 
-    def __init__(
-        self, job: str, secret: bytes, url: str, limits: ReportLimits | None = None
-    ) -> None:
+    def __init__(self, job: str, secret: bytes, url: str) -> None:
         self._job = job
         self._source = secrets.token_hex(8)
         self._numbers = {"sheet": 0, "found": 0}
-        self._limits = limits or ReportLimits()
+        self._limits = ReportLimits()
         self._below: dict[str, _Below] = {}
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}

@@ -55,8 +55,6 @@ class Ingest:
         What is done there with a checked message; returns the orders for its sender.
     tape
         Keeps what was taken.
-    limits
-        The most that a message may hold.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Ingest:
         call: Callable[[Callable[[float], AgentOrders]], Future[AgentOrders]],
         take: Callable[[NodeReport | EvidenceReport, float], AgentOrders],
         tape: MessageBuffer,
-        limits: ReportLimits | None = None,
     ) -> None:
         self.challenge = new_challenge()
         self.counts = IngestCounts()
@@ -75,7 +72,7 @@ class Ingest:
         self._call = call
         self._take = take
         self._tape = tape
-        self._limits = limits or ReportLimits(packed=8 << 20, unpacked=64 << 20)
+        self._limits = ReportLimits(packed=8 << 20, unpacked=64 << 20)
         self._hold = BodyBudget(8 * self._limits.packed)
         self._newest: OrderedDict[tuple[str, str], int] = OrderedDict()
 

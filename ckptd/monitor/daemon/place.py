@@ -142,7 +142,7 @@ def daemons(folder: Path | None = None) -> list[DaemonAddress]:
     return found
 
 
-def find_daemon(job: str | None = None, folder: Path | None = None) -> DaemonAddress:
+def find_daemon(job: str | None = None) -> DaemonAddress:
     """Return the daemon of a job, or the only one of this user on this machine.
 
     Parameters
@@ -156,7 +156,7 @@ def find_daemon(job: str | None = None, folder: Path | None = None) -> DaemonAdd
         None runs here, or it is not clear which is meant.
     """
     job = job or os.environ.get("CKPTD_JOB")
-    found = daemons(folder)
+    found = daemons()
     if job is not None:
         found = [a for a in found if a.job == job]
     if len(found) == 1:

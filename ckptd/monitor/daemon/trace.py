@@ -12,7 +12,7 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.monitor.daemon.documents import CallDocument, Names
 from ckptd.monitor.job import JOINED_CALL
 from ckptd.monitor.recording import RecordedFrame
-from ckptd.monitor.report import NodeReport, ReportLimits, unpack_report
+from ckptd.monitor.report import NodeReport, unpack_report
 from ckptd.monitor.stats import Array
 
 _MOST_FRAMES = 20_000
@@ -42,9 +42,7 @@ def parse_ranks(text: str) -> Array:
     return np.unique(np.array(out, np.int64))
 
 
-def recent_calls(
-    frames: Sequence[RecordedFrame], ranks: Array, since: float, limits: ReportLimits | None = None
-) -> Array:
+def recent_calls(frames: Sequence[RecordedFrame], ranks: Array, since: float) -> Array:
     """Return the calls that `ranks` made after `since`, as far as reports have them.
 
     Parameters
@@ -55,8 +53,6 @@ def recent_calls(
         Global ranks.
     since
         Monotonic seconds.
-    limits
-        Of the reports.
 
     Returns
     -------
@@ -70,7 +66,7 @@ def recent_calls(
         if frame.kind != "sheet":
             continue
         try:
-            report = unpack_report(frame.body, limits)
+            report = unpack_report(frame.body)
         except CorruptError:  # another version's: it was taken by what no longer runs
             continue
         part = calls_of(report, ranks)

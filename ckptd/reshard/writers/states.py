@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.manifest import about_foreign
 from ckptd.checkpoint.format.names import unescape_fqn, unescape_key
-from ckptd.decoding import ANYTHING
 from ckptd.errors import CorruptError, UsageError
 from ckptd.lay.resolve import Resolved
 from ckptd.reshard.groups import keys_above
-from ckptd.reshard.target import Assembled
+from ckptd.reshard.target import Assembled, decoded_object
 from ckptd.reshard.writers.pickling import as_plain, is_plain
 
 KeyPath = tuple[str | int, ...]
@@ -266,15 +263,6 @@ def _raws(assembled: Assembled) -> dict[str, Any]:
     out = {e.name: e.value for e in target.objects if not e.tensor}
     for entry in target.objects:
         if entry.tensor:
-            parts = [_decoded(raw, entry.name) for raw in raws[entry.name]]
+            parts = [decoded_object(raw, entry.name) for raw in raws[entry.name]]
             out[entry.name] = parts if entry.per_rank else parts[0]
     return out
-
-
-def _decoded(raw: bytes, where: str) -> Any:
-    try:
-        return ANYTHING.decode(raw)
-    except msgspec.MsgspecError as error:
-        raise CorruptError(
-            "an encoded object is not JSON", where=where, found=str(error)[:200]
-        ) from None

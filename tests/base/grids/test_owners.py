@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,6 @@ def test_a_map_is_its_list(values: list[int], base: int) -> None:
     assert owners.has_absent == (ABSENT in values)
     assert owners.array(base).tolist() == based
     assert [owners.owner(i, base) for i in range(len(values))] == based
-    assert owners.owners_of(np.arange(len(values)), base).tolist() == based
     assert owners.highest(base) == max((v for v in based if v != ABSENT), default=ABSENT)
     for file in range(14):
         assert list(owners.pieces_of(file, base)) == [i for i, v in enumerate(based) if v == file]
@@ -31,8 +29,6 @@ def test_a_map_is_its_list(values: list[int], base: int) -> None:
     for outside in (-1, len(values)):
         with pytest.raises(IndexError):
             owners.owner(outside)
-        with pytest.raises(IndexError):
-            owners.owners_of(np.array([outside]))
 
 
 @pytest.mark.parametrize(

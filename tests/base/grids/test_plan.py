@@ -186,7 +186,7 @@ def test_an_expanded_target_is_refused() -> None:
 
 def test_plans_are_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     """An equal grid and equal targets are planned once, and a caller cannot spoil the template."""
-    planner.forget_templates()
+    planner._TEMPLATES.clear()
     calls: list[Grid] = []
 
     def counted(grid: Grid, targets: Sequence[Region]) -> list[planner.PieceCopy]:

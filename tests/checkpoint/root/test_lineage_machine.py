@@ -200,7 +200,7 @@ class LineageMachine(RuleBasedStateMachine):
             held.release()
         if keep is not None:
             self.expect_gc(keep, abandoned=False)
-            apply_retention(self.job, keep, whole=commit.name)
+            apply_retention(self.job, keep)
             self.model.commits = self.after
 
     @rule(lead=st.integers(-30, 30), pick=which, old=st.booleans(), reuse=st.booleans())

@@ -214,7 +214,7 @@ def test_jobs_whose_histories_lie_beside(stuck: Running) -> None:
 
 def test_recording_can_be_replayed(stuck: Running, tmp_path: Path) -> None:
     path = tmp_path / "recording"
-    path.write_bytes(stuck.client.download("/recording", seconds=600))
+    path.write_bytes(stuck.ask("GET", f"{V1}/recording?seconds=600").body)
     again = replay(path, quick_settings())
     assert [i.kind for i in again.incidents] == ["non-communication hang"]
     assert again.incidents[0].verdict.names() == (str(HUNG),)
