@@ -194,6 +194,18 @@ def untrue(text: str, *bases: Path) -> list[str]:
     ]
 
 
+def test_what_docstrings_name_is_there() -> None:
+    """A class or function by its module; a word of that module is enough."""
+    wrong = []
+    for path in NAMES.values():
+        for name in set(re.findall(r"(?<!`)`(ckptd(?:\.\w+)+)`(?!`)", path.read_text())):
+            module = max((m for m in NAMES if f"{name}.".startswith(f"{m}.")), key=len)
+            first = name.removeprefix(module).strip(".").partition(".")[0]
+            if not re.search(rf"\b{first}\b", NAMES[module].read_text()):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert wrong == []
+
+
 def test_functions_that_a_page_names_are_found() -> None:
     text = (
         "`checkpoint/save/arena.py: Slot.begin` `x.py: f` `checkpoint/save/arena.py: Slots.begin`"

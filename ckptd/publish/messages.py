@@ -374,7 +374,7 @@ class AskSource(_Question, frozen=True, tag="source"):
     Attributes
     ----------
     key
-        Of the questions, see `ckptd.publish.passing.Asked`: this connection asks them if no other
+        Of the questions, see `ckptd.publish.passing`: this connection asks them if no other
         worker has the answers.
     entry
         Where the worker is going to pass them on.

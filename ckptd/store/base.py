@@ -816,6 +816,14 @@ class Wrapper(Store):
         self.inner.close()
 
 
+def holds(store: Store, key: str, data: bytes) -> bool:
+    """Tell whether a create-only put whose answer was lost made the object that is there."""
+    try:
+        return store.get(key) == data
+    except NotFoundError:
+        return False
+
+
 def innermost(store: Store) -> Store:
     """Return the store inside all wrappers."""
     while isinstance(store, Wrapper):

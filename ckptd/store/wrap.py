@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, ConflictError, TransientStoreError, UsageError
 from ckptd.store.base import (
     MeterSpec,
     Names,
@@ -21,6 +21,7 @@ from ckptd.store.base import (
     Wrapper,
     Writer,
     as_bytes_view,
+    holds,
 )
 from ckptd.types import ByteRange
 
@@ -89,15 +90,9 @@ class Retry(Wrapper):
             except TransientStoreError as error:
                 backoff.wait(error)
             except ConflictError:
-                if backoff.tries > 1 and self._holds(key, data):
+                if backoff.tries > 1 and holds(self, key, data):
                     return None
                 raise
-
-    def _holds(self, key: str, data: bytes) -> bool:
-        try:
-            return self.get(key) == data
-        except NotFoundError:
-            return False
 
     def put_together(self, objects: Mapping[str, bytes]) -> None:
         """Write small new objects of one folder."""

@@ -276,7 +276,7 @@ def assign(segments: Runs, members: np.ndarray[tuple[int, ...], np.dtype[np.bool
     Parameters
     ----------
     segments, members
-        As `ckptd.checkpoint.load.plan.sweep` returns them.
+        As `ckptd.base.grids.runs.sweep` returns them.
 
     Returns
     -------

@@ -70,7 +70,7 @@ def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:
 
 
 def with_fits(findings: Sequence[Finding], fits: Sequence[Finding]) -> list[Finding]:
-    """Return findings of `ckptd.lay.observe` and of `fit_findings` as one list.
+    """Return findings of what was observed and of `fit_findings` as one list.
 
     That sizes contradict each other, and that a rule does not make an observed shape, is often
     one mistake; the latter says which rule would.

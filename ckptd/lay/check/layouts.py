@@ -26,7 +26,7 @@ from ckptd.lay.check.flats import flat_findings, order_findings
 from ckptd.lay.check.names import missing_findings
 from ckptd.lay.check.rules import rule_findings
 from ckptd.lay.check.statements import statement_findings
-from ckptd.lay.resolve import Bound, Finding, Loader, Resolved, resolve_all
+from ckptd.lay.resolve import Bound, Finding, Resolved, resolve_all
 from ckptd.lay.syntax import NOWHERE, File
 
 Shape: TypeAlias = tuple[int, ...]
@@ -89,7 +89,6 @@ def check_bound(bound: Bound, observed: Observation | None = None) -> list[Findi
 def check_program(
     files: Sequence[File],
     layout: str,
-    load: Loader | None = None,
     observed: Observation | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> list[Finding]:
@@ -97,7 +96,7 @@ def check_program(
 
     Parameters
     ----------
-    files, layout, load
+    files, layout
         As `ckptd.lay.resolve.resolve`.
     observed
         Names and shapes; None to check the program alone.
@@ -105,7 +104,7 @@ def check_program(
         Sizes of axes that are known besides.
     """
     try:
-        resolved, findings = resolve_all(files, layout, load)
+        resolved, findings = resolve_all(files, layout)
     except UsageError as error:
         notes = tuple(t for t in (error.wanted, error.hint) if t)
         return [Finding("program", error.message, NOWHERE, error.where or "", notes)]

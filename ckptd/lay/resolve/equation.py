@@ -208,7 +208,7 @@ class Bound:
     sizes
         Length of every axis of every family that a rule holds, indexes in names included.
 
-    The names of its layout's equations are free of globs: `ckptd.lay.observe` puts in the
+    The names of its layout's equations are free of globs: `ckptd.lay.bind` puts in the
     names that it found, an equation for each. Equations of which it found no tensor are left out.
     """
 

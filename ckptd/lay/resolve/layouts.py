@@ -59,7 +59,7 @@ def resolve(files: Sequence[File], layout: str, load: Loader | None = None) -> R
     layout
         Its name; that of a shipped layout as well.
     load
-        Returns shipped files by name; `ckptd.lay.library.load` when left out.
+        Returns shipped files by name; `ckptd.lay.syntax.load` when left out.
 
     Raises
     ------

@@ -11,7 +11,7 @@ import msgspec
 
 from ckptd.base.net.address import parse_server
 from ckptd.base.net.signing import check_secret
-from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, ConflictError, TransientStoreError, UsageError
 from ckptd.store.base import (
     MOST_WHOLE_BYTES,
     Capabilities,
@@ -25,6 +25,7 @@ from ckptd.store.base import (
     as_bytes_view,
     check_key,
     check_prefix,
+    holds,
     parse_options,
 )
 from ckptd.store.net import messages
@@ -244,14 +245,8 @@ class NetStore(Store):
         try:
             self._call(act)
         except ConflictError:
-            if next(tries) == 1 or not self._holds(key, data):
+            if next(tries) == 1 or not holds(self, key, data):
                 raise
-
-    def _holds(self, key: str, data: bytes) -> bool:
-        try:
-            return self.get(key) == data
-        except NotFoundError:
-            return False
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object; its bytes are sent as they come and not kept in between.

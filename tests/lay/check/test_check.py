@@ -41,7 +41,7 @@ def program(
     on: str = "M",
 ) -> list[Finding]:
     files = [parse(f"{SPACE}layout x of s on {on} {{ {rules} }}", "x.lay")]
-    found = check_program(files, "x", nothing, observed, sizes)
+    found = check_program(files, "x", observed, sizes)
     return [f for f in found if f.severity == "error"]
 
 
@@ -309,7 +309,7 @@ layout a of s on M {
 
 
 def of_kinds(text: str, ranks: dict[int, dict[str, tuple[int, ...]]] | None = None) -> list[str]:
-    found = check_program([parse(text)], "a", nothing, ranks, {"l": 4, "e": 1, "f": 2, "h": 3})
+    found = check_program([parse(text)], "a", ranks, {"l": 4, "e": 1, "f": 2, "h": 3})
     return [f.message for f in found]
 
 
@@ -379,7 +379,7 @@ def test_a_number_that_parts_a_module_of_a_flat(second: str, flat: str, count: i
     """What is behind it would be packed after all layers of what is before it."""
     rules = f"a.{{l}}.a = L{{l}}.q[(kv rep hd) h]; {second}; a.{{l}}.c = L{{l}}.u[f h]; {flat}"
     files = [parse(f"{SPACE}layout x of s on M {{ {rules} }}", "x.lay")]
-    found = [f for f in check_program(files, "x", nothing) if f.code == "order"]
+    found = [f for f in check_program(files, "x") if f.code == "order"]
     assert len(found) == count
     assert all(f.severity == "warning" and f.rule == second for f in found)
 

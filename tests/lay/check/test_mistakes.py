@@ -14,18 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import UsageError
 from ckptd.lay.check import check_program
 from ckptd.lay.check.layouts import Observation
 from ckptd.lay.resolve import render
-from ckptd.lay.syntax import File, parse
+from ckptd.lay.syntax import parse
 
 HERE = Path(__file__).parent / "mistakes"
 PROGRAMS = sorted(HERE.glob("*.lay"))
-
-
-def nothing(name: str) -> File:
-    raise NotFoundError(f"no shipped {name}")
 
 
 def told(path: Path) -> str:
@@ -49,7 +45,7 @@ def told(path: Path) -> str:
                 name, shape = shaped(rest)
                 ranks.setdefault(int(rank), {})[name] = shape
     observed: Observation | None = ranks or stored or None
-    findings = check_program([parse(text, path.name)], layout, nothing, observed, sizes)
+    findings = check_program([parse(text, path.name)], layout, observed, sizes)
     return render(findings) + "\n"
 
 
@@ -92,7 +88,7 @@ def test_a_broken_program_is_told_and_breaks_nothing(
     except UsageError:
         return
     for name in names:
-        for finding in check_program([program], name, nothing, {"model.norm.weight": (64,)}, sizes):
+        for finding in check_program([program], name, {"model.norm.weight": (64,)}, sizes):
             assert finding.render()
 
 
