@@ -38,6 +38,24 @@ _OTHERS_S = 3.0
 """For so long a controller that has lost most of its nodes looks whether they live."""
 
 
+async def leave_signs(outlook: LeaderView, machine: StateMachine) -> None:
+    """Show launchers that hear no controller that there is one, and how many nodes it hears.
+
+    What a node said while this process did not run, on a busy machine, is read after this: the time
+    for which it slept too long makes nobody silent. Else one node that is cut off took its place.
+    """
+    late = 0.0
+    while True:
+        hears, knows = machine.hears(time.monotonic(), _HEARD_S + late)
+        # Where the place cannot be written its sign grows old, as it should: it can decide
+        # nothing either.
+        with suppress(StoreError):
+            await asyncio.to_thread(outlook.leave, hears, knows)
+        began = time.monotonic()
+        await asyncio.sleep(LOOK_S)
+        late = max(0.0, time.monotonic() - began - LOOK_S)
+
+
 @dataclass(frozen=True)
 class Setup:
     """The settings with which a controller starts.
@@ -162,7 +180,7 @@ class _Run:
             stopped,
         ]
         if outlook is not None:
-            tasks.append(asyncio.ensure_future(self._leave_signs(outlook, machine)))
+            tasks.append(asyncio.ensure_future(leave_signs(outlook, machine)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -232,16 +250,6 @@ class _Run:
 
     # --- signs ------------------------------------------------------------------------------------
 
-    async def _leave_signs(self, outlook: LeaderView, machine: StateMachine) -> None:
-        """Show launchers that hear no controller that there is one, and how many nodes it hears."""
-        while True:
-            hears, knows = machine.hears(time.monotonic(), _HEARD_S)
-            # Where the place cannot be written its sign grows old, as it should: it can decide
-            # nothing either.
-            with suppress(StoreError):
-                await asyncio.to_thread(outlook.leave, hears, knows)
-            await asyncio.sleep(LOOK_S)
-
     async def _check_others(self, outlook: LeaderView, machine: StateMachine) -> None:
         """End this controller if more launchers that it does not hear live than it hears.
 
@@ -258,6 +266,7 @@ class _Run:
         while knows - hears > hears and time.monotonic() < end:
             with suppress(StoreError):
                 await asyncio.to_thread(outlook.look)
+            hears, knows = machine.hears(time.monotonic(), _HEARD_S)  # and what came meanwhile
             if outlook.silent() > hears:
                 raise ConflictError(
                     "most live nodes cannot reach this controller: it ends, and one of them starts "
@@ -267,7 +276,6 @@ class _Run:
                     found=f"{hears} that it hears, {outlook.silent()} that hear none",
                 )
             await asyncio.sleep(LOOK_S)
-            hears, knows = machine.hears(time.monotonic(), _HEARD_S)
 
     async def _patiently(self, call: Callable[[], Any]) -> Any:
         end = time.monotonic() + _FIRST_S

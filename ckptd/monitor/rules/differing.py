@@ -8,6 +8,9 @@ from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.stats import Array, mix
 
+_OFTEN = 20
+"""Calls of a group that tell those that are made again and again from a first one."""
+
 
 def strayed(job: JobView, circle: Array) -> Array:
     """Return the rows of `circle` that went from one call to another as they never did before.
@@ -37,6 +40,9 @@ def strayed(job: JobView, circle: Array) -> Array:
         before[last] = False
         if not np.isin(what[before], what[~np.isin(ranks, odd)]).all():
             odd = odd[:0]  # it has a program of its own
+    number = calls["seq"][last]
+    if not len(odd) and len(circle) > 2 and (number[number > 1] >= _OFTEN).all():
+        odd = _few(circle[number == 1], circle)  # alone in a group that was never used
     return odd[:0] if np.isin(calls["op"][job.last_call[odd]], P2P).any() else odd
 
 

@@ -355,11 +355,14 @@ def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
         return
     free = _not_waiting(job)
     unsure = int(free[rows].sum())
-    odd, why = _one_apart(job, rows) if not unsure else (rows[:0], "")
+    odd, why = _one_apart(job, rows)
+    if free[odd].any():
+        odd, why = rows[:0], ""  # it may as well hang elsewhere
     named = odd if len(odd) else rows
+    sure = 0.6 if unsure else 0.9
     details = [_where(job, int(r), free) for r in named[:MOST_NAMED]]
     groups = _groups(job, codes, 0.5 if unsure or len(odd) else 0.9)
-    ranks = rank_suspects(job, named[:MOST_NAMED], 0.9 / len(odd) if len(odd) else 0.5, details)
+    ranks = rank_suspects(job, named[:MOST_NAMED], sure / len(odd) if len(odd) else 0.5, details)
     yield Verdict(
         kind=VerdictKind.DEADLOCK,
         suspects=(*ranks, *groups) if len(odd) else (*groups, *ranks[:MOST_NAMED]),

@@ -204,6 +204,7 @@ class _Faults:
 
     def kill_follower(self) -> str:
         self._job.follower.kill()
+        self._job.follower.wait()
         return ""
 
     # --- orders -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import CallFlag, JobView
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
@@ -19,11 +19,16 @@ Call = tuple[int, int]
 
 
 def stand_still(
-    streams: list[list[Call]], members: dict[int, set[int]], messages: tuple[int, ...] = ()
+    streams: list[list[Call]],
+    members: dict[int, set[int]],
+    messages: tuple[int, ...] = (),
+    kept: int = 1 << 20,
+    begun: tuple[int, ...] = (),
 ) -> JobView:
     """Let each rank make its calls, one after the other, until none gets on.
 
-    Calls of groups in `messages` are from one rank to another.
+    Calls of groups in `messages` are from one rank to another. So many of each rank are `kept`.
+    Calls of groups in `begun` do not hold their caller up.
     """
     world = len(streams)
     entered = [dict.fromkeys([g for g in members if r in members[g]], 0) for r in range(world)]
@@ -48,6 +53,7 @@ def stand_still(
             start = jobs.NOW - 60 - 0.1 * (len(stream) - number)
             end = np.nan if inside[rank] and number == at[rank] else start + 0.01
             op = {"op": int(P2P[0])} if group in messages else {}
+            op |= {"flags": int(CallFlag.ASYNC)} if group in begun else {}
             made.append(jobs.call(group, seqs[group], start, end, site=line, **op))
         pending = stream[at[rank]][0] if inside[rank] else 0
         rows = {g: (len(members[g]), n, n - (g == pending)) for g, n in entered[rank].items()}
@@ -60,7 +66,7 @@ def stand_still(
             jobs.view(
                 rank,
                 world,
-                calls=jobs.calls(*made),
+                calls=jobs.calls(*made[-kept:]),
                 groups=jobs.groups(rows),
                 moved=jobs.NOW - 50,
                 **waits,
@@ -127,6 +133,36 @@ def test_of_ranks_that_do_the_same_one_is_named_though_a_round_is_all_that_is_kn
     verdict = circle(stand_still(streams, MESH))
     assert verdict is not None
     assert verdict.names() == ("0",)
+
+
+def test_who_is_alone_in_the_first_call_of_a_group_is_named_by_the_last_calls_alone() -> None:
+    """Of rounds that are longer than what is known of a rank, no way shows again."""
+    lines = [(1, line) for line in range(10, 34)] + [(3, 40), (3, 41)]
+    streams = [[(g + (r // 2 if g == 1 else r % 2), n) for g, n in lines * 12] for r in range(4)]
+    streams[0] = [*streams[0][:289], (9, 99), *streams[0][289:]]
+    verdict = circle(stand_still(streams, MESH, kept=16))
+    assert verdict is not None
+    assert verdict.names() == ("0",)
+
+
+def test_who_strayed_is_named_less_surely_where_others_may_hang_elsewhere() -> None:
+    streams = [mesh(r, 9) for r in range(4)]
+    streams[0] = [*streams[0][:18], (9, 99), *streams[0][18:]]
+    sure = circle(stand_still(streams, MESH))
+    unsure = circle(stand_still(streams, MESH, begun=(1, 2, 3, 4)))
+    assert sure is not None
+    assert unsure is not None
+    assert sure.names() == unsure.names() == ("0",)
+    assert unsure.suspects[0].confidence < sure.suspects[0].confidence
+    assert any("may hang elsewhere" in line for line in unsure.evidence)
+
+
+def test_one_that_strayed_and_may_hang_elsewhere_is_not_named_alone() -> None:
+    streams = [mesh(r, 9) for r in range(4)]
+    streams[0] = [*streams[0][:18], (9, 99), *streams[0][18:]]
+    verdict = circle(stand_still(streams, MESH, begun=(9,)))
+    assert verdict is not None
+    assert set(verdict.names()) == {"0", "1", "2", "3"}
 
 
 def test_a_rank_with_a_program_of_its_own_is_not_named_for_that() -> None:
