@@ -55,7 +55,12 @@ def _fuzz(name: str, folder: Path, runs: str) -> None:
     print(f"== {name}", flush=True)
     limit = f"-max_total_time={runs[:-1]}" if runs.endswith("s") else f"-runs={runs}"
     told = [limit, f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={MEMORY_MB}", f"-max_len={LONGEST}"]
-    told += ["-seed=1", "-print_final_stats=1", f"-artifact_prefix={folder}/found/{short}-"]
+    told += [
+        "-seed=1",
+        "-keep_seed=1",
+        "-print_final_stats=1",
+        f"-artifact_prefix={folder}/found/{short}-",
+    ]
     atheris.Setup([sys.argv[0], *told, str(inputs)], one)
     atheris.Fuzz()
 

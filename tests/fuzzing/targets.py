@@ -10,12 +10,15 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import socket
 import struct
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,14 +29,16 @@ from ckptd import decoding
 from ckptd.base.digest import digest
 from ckptd.base.grids.runs import decode_runs
 from ckptd.base.net.address import parse_address, parse_server
-from ckptd.base.net.connection import HELLO, Codec, Hello
+from ckptd.base.net.connection import HELLO, Codec, Connection, Hello
+from ckptd.base.net.tls import TlsSession, identity
 from ckptd.base.signatures import opened, signed
 from ckptd.checkpoint.save.commit import decode_plan
 from ckptd.checkpoint.save.messages import RankPart
 from ckptd.checkpoint.save.structure import SavePlan
+from ckptd.decoding import Decoder
 from ckptd.elastic.membership import Member, Record, decode_record
 from ckptd.elastic.policy import Shape
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, TransientStoreError
 from ckptd.lay.syntax.formatter import format_text
 from ckptd.lay.syntax.parser import parse
 from ckptd.monitor import ring
@@ -50,15 +55,25 @@ from ckptd.monitor.report import (
     unpack_report,
 )
 from ckptd.publish import deltas
+from ckptd.publish import messages as publish
+from ckptd.publish import server as publisher
+from ckptd.publish.messages import ReadBytes
+from ckptd.publish.passing import _PLACES, Passing, _Pulled, _Share
 from ckptd.readers.pickles import read_pickle
 from ckptd.readers.zips import open_zip
 from ckptd.store.memory import MemoryStore, forget_memory
+from ckptd.store.net import messages as store
+from ckptd.store.net.rules import Rules
+from ckptd.store.net.session import Limits, Session
 from ckptd.store.pack import HEADER, encode_frame, load_table, table_bytes
 from ckptd_nccl import plainpickle, ras
 from tests.checkpoint.format.test_fuzz import CASES
 from tests.checkpoint.save.saving import plan_of
 from tests.monitor.jobs import inside
 from tests.readers.opening import reader_in
+
+if TYPE_CHECKING:
+    from tests.publish.deltaworld import DeltaServer
 
 _KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 SCRATCH = Path(os.environ.get("CKPTD_FUZZ_SCRATCH", "."))
@@ -218,12 +233,113 @@ def _frames(raw: bytes) -> None:
         pass
 
 
+@lru_cache(maxsize=1)
+def _declared() -> list[Decoder[Any]]:
+    """Return the decoders of all messages and records that ckptd declares.
+
+    What is imported here is not instrumented, which takes minutes: msgspec decodes, in C.
+    """
+    root = Path(decoding.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if "_decoder(" in path.read_text("utf-8"):
+            import_module(".".join((root.name, *path.relative_to(root).with_suffix("").parts)))
+    return [decoding._made[key] for key in sorted(decoding._made, key=repr)]
+
+
 def _message(raw: bytes) -> None:
-    """Decode one of all messages and records that ckptd declares; the first two bytes say which."""
-    known = sorted(decoding._made, key=repr)
-    found = decoding._made[known[int.from_bytes(raw[:2], "little") % len(known)]]
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    """Decode one of all messages and records; the first two bytes say which."""
+    known = _declared()
+    found = known[int.from_bytes(raw[:2], "little") % len(known)]
+    with suppress(msgspec.MsgspecError):
         found.decode(raw[2:])
+
+
+def _shaken(raw: bytes) -> None:
+    """Feed a server's handshake with what a stranger sends."""
+    session = TlsSession(identity(b"s" * 32, "agent", "n"), server=True, where="stranger")
+    session.feed(raw)
+    session.shake()
+
+
+def _first_of_tls() -> bytes:
+    session = TlsSession(None, server=False, where="server")
+    session.shake()
+    return session.to_send()
+
+
+_GAP = b"\xff\xfe"
+"""Between two bodies of frames of an input; the lengths before a body are put right."""
+
+
+def _served(serve: Callable[[Connection], object], raw: bytes) -> None:
+    """Have a server answer somebody who was let in, sends these frames, and hangs up."""
+    here, there = socket.socketpair()
+    with there:
+        wire = Connection(here, "client", 1.0)
+        wire.codec.let_in()
+        try:
+            there.setblocking(False)
+            for body in raw.split(_GAP):
+                bulk = b""
+                # No message begins so: the length of raw bytes follows, and they.
+                if body[:1] == b"\xc1" and len(body) > 1:
+                    body, bulk = body[2 + body[1] :], body[2 : 2 + body[1]]
+                there.sendall(struct.pack("<II", len(body), len(bulk)) + body + bulk)
+            there.shutdown(socket.SHUT_WR)
+            with suppress(TransientStoreError):  # the end of the connection
+                serve(wire)
+        finally:
+            wire.release()
+
+
+def _asked(*messages: msgspec.Struct) -> bytes:
+    return _GAP.join(map(msgspec.msgpack.encode, messages))
+
+
+def _store_session(raw: bytes) -> None:
+    """Ask the server of a store that has one object."""
+    try:
+        held = MemoryStore("fuzzed")
+        held.put("a", bytes(64))
+        limits = Limits(idle_s=1.0, frame_s=1.0)
+        _served(lambda wire: Session(wire, held, Rules(), limits).run(), raw)
+    finally:
+        forget_memory("fuzzed")
+
+
+@lru_cache(maxsize=1)
+def _passing() -> Passing:
+    return Passing(b"s" * 32, "127.0.0.1")
+
+
+def _passed(raw: bytes) -> None:
+    """Ask a worker that passes on two answers."""
+    whole = _passing()
+    answers = [(ReadBytes(b"d"), memoryview(bytes(9)))] * 2
+    whole._pulled = [_Pulled({bytes(32): _Share(True, [bytes(32)] * 2, answers)})]
+    _served(whole._serve, raw)
+    assert (whole._free, [s.users for s in whole._pulled[0].shares.values()]) == (_PLACES, [0])
+
+
+@lru_cache(maxsize=1)
+def _publisher() -> DeltaServer:
+    from tests.publish.deltaworld import DeltaServer  # Lay and reshard are not instrumented
+
+    arrays = {"w": np.arange(256, dtype=np.float32), "b": np.ones(7, np.float32)}
+    server = DeltaServer(arrays, "float32")
+    for number in (1, 2):
+        arrays["w"][number] += 1
+        server.publish(number, arrays)
+        server.settle()
+    return server
+
+
+def _published(raw: bytes) -> None:
+    """Ask a publisher that has two versions of two tensors."""
+    server: publisher.PublishServer = _publisher().server
+    _served(server._serve, raw)
+    assert not server._busy
+    assert not any(slot.readers for slot in server._slots.values())
 
 
 def _lay(raw: bytes) -> None:
@@ -283,6 +399,24 @@ _HEADER = b'{"w":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
 _DUMPED: list[Any] = [{"version": "2.10", "entries": [{"record_id": 0, "sizes": ([4],)}]}, (1, 2.5)]
 _PICKLED: list[Any] = [{"a": [1, 2.5, None, "x"], (1, 2): b"y"}, {"entries": [{"id": 1}]}]
 
+_PASSED = [publish.AskPassed(bytes(32), 0.1), publish.AskPart(0), publish.AskPart(1)]
+_QUESTIONS = [
+    publish.AskHold(2),
+    publish.AskTensors(("w", "b")),
+    publish.AskRead(
+        2,
+        (
+            publish.BlockRead(0, 4, (2, 3), (8, 1), cast="bfloat16"),
+            publish.BlockRead(1, 0, (7,), (1,), since=1),
+        ),
+    ),
+    publish.AskChanged(1, 2, 0.1),
+    publish.AskSource(bytes(32), publish.ServerEntry("h", "127.0.0.1:9", "", "e")),
+    publish.AskProved(bytes(32), bytes(32)),
+    publish.AskRelease(),
+    publish.AskMap(2),
+    publish.AskNewest(0, 0.1),
+]
 TARGETS: dict[str, Target] = {
     **{name: Target(case.read, case.seeds) for name, case in CASES.items()},
     "lay": Target(_lay, [_LAY]),
@@ -307,6 +441,18 @@ TARGETS: dict[str, Target] = {
     "membership": Target(lambda raw: decode_record(raw, "fuzzed"), [_RECORD]),
     "frame": Target(_frames, [Codec("x").pack(Hello(1, "store"))]),
     "message": Target(_message, [b"\0\0\x80", b"\1\0{}"]),
+    "tls": Target(_shaken, [_first_of_tls()]),
+    "store session": Target(
+        _store_session,
+        [
+            _asked(store.Get("a"), store.Read("a", 3, 9), store.Stat("a"), store.List("")),
+            _asked(store.Put("b", 3, True)) + _GAP + b"\xc1\3abc" + _asked(store.ObjectPiece()),
+            _asked(store.BeginWriter("c", 3), store.CommitWriter(), store.Delete(("c",))),
+            _asked(store.Sweep("", 1.0, False), store.Children(""), store.Open("a")),
+        ],
+    ),
+    "passing": Target(_passed, [_asked(*_PASSED)]),
+    "publisher": Target(_published, [_asked(*_QUESTIONS[:4]), _asked(*_QUESTIONS[4:])]),
     "address": Target(_addresses, [b"ckptd://host:80/a", b"[::1]:80", b"unix:/a/b"]),
     "report": Target(unpack_report, _reports()),
     "evidence": Target(unpack_evidence, [pack(EvidenceReport(job="j", source="a", number=1))]),
