@@ -275,6 +275,17 @@ def test_options_are_not_those_of_the_load_before(tmp_path: Path) -> None:
             compare(root, ck, state, **options)
 
 
+def test_the_plan_of_a_load_is_not_that_of_one_with_other_names(tmp_path: Path) -> None:
+    root, state = str(tmp_path), {"a": torch.zeros(4), "b": torch.ones(4)}
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, state).durable()
+        renames: list[Any] = [None, None, {"a": "b", "b": "a"}, None, {"a": "b", "b": "a"}.get]
+        for rename in renames:
+            ck.load(state, rename=rename)
+            first = float(rename is not None)
+            assert [state[n].tolist() for n in "ab"] == [[first] * 4, [1 - first] * 4]
+
+
 def test_memory_that_was_made_for_a_load_is_known_next_time(tmp_path: Path) -> None:
     wanted = values(make())
     with ckptd.Checkpointer(str(tmp_path)) as ck:
