@@ -284,6 +284,8 @@ WIDE bool compare_wide(
     if (base && base * per % kChunk == 0) {
       found.chunks[base * per / kChunk - 1] = static_cast<std::uint32_t>(next.at - found.at);
     }
+    // Fetched first: lines of both in turn displace each other, where their addresses are alike.
+    for (std::size_t i = base; i < end; ++i) _mm_prefetch(a + i * kLine, _MM_HINT_T0);
     const std::size_t before = count;
     for (std::size_t piece = base; piece < end; piece += kPiece) {
       const std::size_t stop = end - piece < kPiece ? end - piece : kPiece;
@@ -374,21 +376,14 @@ std::uint8_t* put_places(const Found& found, std::size_t elements, std::uint8_t*
   out += (count * low + 7) / 8;
   const std::size_t high = (count + ((elements - 1) >> low) + 7) / 8;
   std::memset(out, 0, high);
-  std::size_t current = 0, i = 0;
-  word = 0;
+  std::size_t i = 0;
   for (std::size_t chunk = 0; i < count; ++chunk) {
     const std::size_t end = chunk < (elements - 1) / kChunk ? found.chunks[chunk] : count;
     for (; i < end; ++i) {
       const std::size_t bit = ((chunk * kChunk + at[i]) >> low) + i;
-      if (bit / 64 != current) {
-        std::memcpy(out + 8 * current, &word, sizeof word);
-        current = bit / 64;
-        word = 0;
-      }
-      word |= std::uint64_t{1} << bit % 64;
+      out[bit / 8] |= static_cast<std::uint8_t>(1 << bit % 8);
     }
   }
-  std::memcpy(out + 8 * current, &word, sizeof word);
   return out + high;
 }
 
