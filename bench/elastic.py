@@ -347,13 +347,15 @@ def report_peers(data: dict[str, Any]) -> None:
             totals = [run["total"] for run in runs if run.get("total") is not None]
             shown = f"{statistics.median(totals):.1f}" if totals else "not"
             row.append(f"{shown} ({len(totals)}/{len(runs)})" if runs else "–")
+        runs = [run for system in ALL for run in data.get(f"{name} {system}", [])]
+        loads = [run["load_avg"] for run in runs if "load_avg" in run]
+        row.append(f"{min(loads):.0f} to {max(loads):.0f}" if loads else "–")
         rows.append(row)
-    loads = [run["load_avg"] for runs in data.values() for run in runs if "load_avg" in run]
     text = (
         f"Seconds from the fault to the first step of those that are to train after it, medians; "
         f"in brackets how many of how many runs came to it within {_WITHIN_S:.0f} s. Two nodes of "
-        f"one rank, steps of 0.1 s, a state of 100 MiB. Load average {min(loads):.0f} to "
-        f"{max(loads):.0f} on two cores. A hang: torchrun and torchft have a time-out of 10 s, "
+        f"one rank, steps of 0.1 s, a state of 100 MiB, on a machine that others use as well: see "
+        f"its load average. A hang: torchrun and torchft have a time-out of 10 s, "
         f"NVRx heartbeats of 5 s, ckptd nothing set; ckptd-session has no watch here. The "
         f"controller of torchrun and NVRx is the launcher that serves their store, killed alone, "
         f"torchft's the lighthouse; counted is the longest pause in {_STANDS_S:.0f} s. A node is "
@@ -361,7 +363,7 @@ def report_peers(data: dict[str, Any]) -> None:
         f"step; where two are to train, it counts from the first step of both.\n\n"
     )
     command = "BENCH_PEERS=DIR python bench/elastic.py --peers"
-    publish("elastic_peers", command, text + table(["fault", *ALL], rows), data)
+    publish("elastic_peers", command, text + table(["fault", *ALL, "load average"], rows), data)
 
 
 def main() -> None:
