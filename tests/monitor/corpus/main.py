@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ckptd.elastic.torch.session.zygote_child import die_with
 from ckptd.monitor.injection import attach_now
 from tests.monitor.corpus import (  # noqa: F401
     idioms,
@@ -59,11 +60,12 @@ def _run(plan: Plan, generation: int) -> int:
 
 
 def _fork(child: Callable[[], None]) -> int:
-    pid = os.fork()
+    mother, pid = os.getpid(), os.fork()
     if pid:
         return pid
     code = _FAILED
     try:
+        die_with(mother, signal.SIGKILL)
         child()
         code = 0
     except BaseException:  # noqa: BLE001 - this process ends here, whatever it was

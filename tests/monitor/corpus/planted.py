@@ -189,6 +189,9 @@ class _Watched:
         return shown.getvalue()
 
     def close(self) -> None:
+        """Let it end as its last program has, or end it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
         self.process.terminate()
         self.process.wait(60)
 
