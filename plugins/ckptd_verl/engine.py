@@ -52,6 +52,8 @@ class CkptdCheckpointEngine(CheckpointEngine):
         See `ckptd.Publisher`.
     rollout_dtype
         What floating-point tensors are cast to before they are published; None: as they are.
+    pass_on
+        See `ckptd.Subscriber`; of rollouts.
     wait_s
         Longest wait of one side for the other, in seconds.
     """
@@ -64,6 +66,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
         at: str,
         secret: str | None = None,
         rollout_dtype: str | None = None,
+        pass_on: bool = False,
         wait_s: float = 600.0,
     ) -> None:
         self._is_actor = is_master is not None
@@ -71,6 +74,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
         self._at = Path(at)
         self._secret = secret
         self._cast = None if rollout_dtype is None else WholeTensor((), rollout_dtype).torch_dtype
+        self._pass_on = pass_on
         self._wait_s = wait_s
         # Later than of any earlier actors, so that their last version is no answer.
         self._step = time.time_ns() // 1_000_000 if self._is_master else 0
@@ -195,6 +199,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
                 str(self._at / self._place),
                 self._secret,
                 group=dist.group.WORLD if self._world > 1 else None,
+                pass_on=self._pass_on,
             )
         return self._subscriber
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckptd
 from ckptd.errors import CkptdError, CorruptError
+from ckptd.publish.torch.subscriber import UpdateReport
 from ckptd.testing.ranks import run_ranks
 from tests.plugins.verl.standin import base_module
 from tests.processes import PATIENCE_S, until
@@ -43,12 +45,12 @@ def stream(number: int) -> Iterator[tuple[str, torch.Tensor]]:
 class Manager:
     """What verl's manager does between the sides, by files: it collects, and waits for both."""
 
-    def __init__(self, folder: str, actor: bool, parties: int) -> None:
+    def __init__(self, folder: str, actor: bool, parties: int, **options: Any) -> None:
         self.folder, self.parties = Path(folder), parties
         self.name = f"{'actor' if actor else 'rollout'}.{id(self)}.{time.time_ns()}"
         base = base_module()
         importlib.import_module("ckptd_verl")
-        options: dict[str, Any] = {"bucket_size": 1 << 20, "at": str(self.folder / "at")}
+        options |= {"bucket_size": 1 << 20, "at": str(self.folder / "at")}
         if actor:
             options["is_master"] = dist.get_rank() == 0
         self.engine = base.CheckpointEngineRegistry.new("ckptd", **options)
@@ -75,9 +77,9 @@ class Manager:
         until(lambda: len(list(self.folder.glob(f"done.{number}.*"))) == self.parties)
 
 
-def actors(folder: str) -> list[int]:
+def actors(folder: str, parties: int) -> list[int]:
     """Send each round; return how many elements the rank keeps, of how many."""
-    manager = Manager(folder, True, 5)
+    manager = Manager(folder, True, parties)
     for number in range(1, ROUNDS + 1):
         manager.topology(number)
         asyncio.run(manager.engine.send_weights(stream(number), global_steps=number))
@@ -86,13 +88,13 @@ def actors(folder: str) -> list[int]:
     return [kept, sum(t.numel() for t in weights(ROUNDS).values())]
 
 
-def rollouts(folder: str) -> list[str]:
+def rollouts(folder: str, parties: int, **options: Any) -> list[str]:
     """Receive each round; return what is not as the actors have it."""
 
     async def received() -> dict[str, torch.Tensor]:
         return {n: t.clone() async for n, t in manager.engine.receive_weights()}
 
-    manager = Manager(folder, False, 5)
+    manager = Manager(folder, False, parties, **options)
     wrong = []
     for number in range(1, ROUNDS + 1):
         manager.topology(number)
@@ -110,13 +112,45 @@ def rollouts(folder: str) -> list[str]:
 def test_rollouts_get_what_actors_send(tmp_path: Path) -> None:
     folder = str(tmp_path)
     with ThreadPoolExecutor(3) as pool:
-        sent = pool.submit(run_ranks, 2, actors, folder, deadline_s=PATIENCE_S)
-        pair = pool.submit(run_ranks, 2, rollouts, folder, deadline_s=PATIENCE_S)
-        alone = pool.submit(run_ranks, 1, rollouts, folder, deadline_s=PATIENCE_S)
+        sent = pool.submit(run_ranks, 2, actors, folder, 5, deadline_s=PATIENCE_S)
+        pair = pool.submit(run_ranks, 2, rollouts, folder, 5, deadline_s=PATIENCE_S)
+        alone = pool.submit(run_ranks, 1, rollouts, folder, 5, deadline_s=PATIENCE_S)
         assert alone.result() == [[]]
         assert pair.result() == [[], []]
         kept = sent.result()
     assert all(mine < 0.65 * whole for mine, whole in kept)  # no actor keeps the model whole
+
+
+def passed_on(folder: str) -> tuple[list[str], int]:
+    """Receive each round; return what is wrong, and how many bytes came of another worker."""
+    passed = 0
+    with pytest.MonkeyPatch.context() as patch:
+        update = ckptd.Subscriber.update
+
+        def counted(subscriber: ckptd.Subscriber, wait_s: float) -> UpdateReport | None:
+            nonlocal passed
+            report = update(subscriber, wait_s)
+            passed += 0 if report is None else report.bytes_passed
+            return report
+
+        patch.setattr(ckptd.Subscriber, "update", counted)
+        return rollouts(folder, 4, pass_on=True), passed
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(400)
+def test_replicas_pass_on_what_actors_send(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with ThreadPoolExecutor(3) as pool:
+        sent = pool.submit(run_ranks, 2, actors, folder, 4, deadline_s=PATIENCE_S)
+        a, b = (
+            pool.submit(run_ranks, 1, passed_on, folder, env={"CKPTD_NODE": host})
+            for host in ("rollout-a", "rollout-b")
+        )
+        (wrong_a, passed_a), (wrong_b, passed_b) = *a.result(), *b.result()
+        sent.result()
+    assert not [*wrong_a, *wrong_b]
+    assert passed_a + passed_b > 0
 
 
 def alone(folder: str) -> list[str]:
