@@ -49,6 +49,8 @@ HEADLINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "elastic": ("elastic.py", ("ckptd/elastic",)),
 }
 """Tables: how each is measured, and the code that it measures."""
+UNTOLD = frozenset({"ranks", "large", "publish", "recorder", "daemon", "elastic"})
+"""Those that were written before tables told commit, date and load, or not yet: it only shrinks."""
 FIGURES = (
     ("first save: training waits, s", "first", "blocked_s"),
     ("first save: durable, with imports, s", "first", "durable_s"),
@@ -153,6 +155,26 @@ def too_old(names: list[str]) -> list[str]:
     return found
 
 
+def untold() -> list[str]:
+    """Return a sentence for each table that does not say where it comes from, as all have to."""
+    page = (common.HERE / "RESULTS.md").read_text()
+    found = []
+    for name in HEADLINES:
+        origin, block = result(name), page.partition(f"<!-- {name} -->")[2]
+        said = (
+            all(
+                (key in origin and str(origin[key])[:12] in block.partition("<!-- /")[0])
+                for key in ("commit", "date")
+            )
+            and {"load", "machine", "command"} <= origin.keys()
+        )
+        if said and name in UNTOLD:
+            found.append(f"{name}: it tells its commit now: take it off UNTOLD")
+        elif not said and name not in UNTOLD:
+            found.append(f"{name}: it does not tell commit, date, load, machine and command")
+    return found
+
+
 def main() -> None:
     """Measure, or check."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -168,10 +190,10 @@ def main() -> None:
             print("ages of headline tables are not checked: this clone has no history")
             return
         if not options.tables:
-            names = [name for name in names if "commit" in result(name)]
+            names = [name for name in names if name not in UNTOLD or "commit" in result(name)]
             rest = [name for name in HEADLINES if name not in names]
-            print(f"not checked, as they do not tell their commit yet: {', '.join(rest)}")
-        if old := too_old(names):
+            print(f"not checked, as they do not tell their commit yet: {', '.join(rest) or 'none'}")
+        if old := [*too_old(names), *untold()]:
             raise SystemExit("\n".join(["headline tables to measure again:", *old]))
         print(f"{len(names)} headline tables are of today's code")
         return

@@ -83,6 +83,29 @@ def test_a_table_with_uncommitted_changes_counts_from_its_commit(history: Path) 
     assert headline.too_old([SOME]) == []
 
 
+def test_a_table_says_where_it_comes_from(history: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headline, "HEADLINES", {SOME: headline.HEADLINES[SOME]})
+    monkeypatch.setattr(headline, "UNTOLD", frozenset())
+    page, kept = history / "bench/RESULTS.md", history / f"bench/results/{SOME}.json"
+    common.publish(SOME, "python x", "| a |", {})
+    assert headline.untold() == []
+    text, told = page.read_text(), json.loads(kept.read_text())
+    page.write_text("\n".join(line for line in text.splitlines() if "commit" not in line))
+    assert "does not tell commit" in headline.untold()[0]
+    page.write_text(text)
+    for key in ("commit", "date", "load", "machine", "command"):
+        kept.write_text(json.dumps({k: v for k, v in told.items() if k != key}))
+        assert "does not tell commit" in headline.untold()[0]
+    monkeypatch.setattr(headline, "UNTOLD", frozenset({SOME}))
+    assert headline.untold() == []
+    kept.write_text(json.dumps(told))
+    assert "take it off" in headline.untold()[0]
+
+
+def test_the_tables_that_do_not_are_those_that_are_named() -> None:
+    assert headline.untold() == []
+
+
 def test_every_headline_bench_is_there() -> None:
     for command, paths in headline.HEADLINES.values():
         assert (ROOT / "bench" / command.split()[0]).is_file()

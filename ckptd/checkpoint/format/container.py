@@ -19,7 +19,7 @@ from ckptd.base.grids.block import Templates
 from ckptd.base.grids.grid import Axis, Grid, Piece
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.codec import parse_json
-from ckptd.checkpoint.format.manifest import Manifest, TensorEntry
+from ckptd.checkpoint.format.manifest import Manifest, TensorEntry, in_one_piece
 from ckptd.checkpoint.format.names import chunk_name, ranked_chunk_name
 from ckptd.errors import CorruptError, UsageError
 from ckptd.types import DTYPES, DType
@@ -493,19 +493,17 @@ class FileMap:
 
     def chunks(self, file: int) -> list[ChunkRef]:
         """Return every chunk of `file`, in file order."""
-        out: list[ChunkRef] = []
-        position = 0
-        known: dict[tuple[int, int], tuple[Piece, int]] = {}
-        for tensor, number in zip(*(v.tolist() for v in self.chunk_numbers(file)), strict=True):
-            key = self.tensors[tensor].grid, number
-            if key not in known:
-                piece = self.grids[key[0]].piece(number)
-                known[key] = piece, piece.numel
-            piece, numel = known[key]
-            end = position + numel * self.dtypes[tensor].itemsize
-            out.append(ChunkRef(tensor, piece, position, end))
-            position = end
-        return out
+        tensors, numbers = self.chunk_numbers(file)
+        groups = self._group_of[tensors].tolist()
+        keys = [*zip(groups, numbers.tolist(), strict=True)]
+        found: dict[tuple[int, int], tuple[Piece, int]] = {}
+        for group, number in dict.fromkeys(keys):
+            grid, _, _, itemsize = self._groups[group]
+            piece = self.grids[grid].piece(number)
+            found[group, number] = piece, piece.numel * itemsize
+        pieces, sizes = zip(*map(found.__getitem__, keys), strict=True) if keys else ((), ())
+        ends = np.cumsum(np.array(sizes, dtype=np.int64)).tolist()
+        return list(map(ChunkRef, tensors.tolist(), pieces, [0, *ends], ends))
 
     def chunk_numbers(self, file: int) -> tuple[I64, I64]:
         """Return tensor and piece of every chunk of `file`, in file order."""
@@ -531,6 +529,13 @@ class FileMap:
             (self.chunk_name(file, c), self.dtypes[c.tensor], c.piece.shape)
             for c in self.chunks(file)
         ]
+
+    def check_header(self, file: int) -> None:
+        """Raise what `build_header` would; nothing is built where all has a place for sure."""
+        # A whole tensor has its own name, escaped, and besides it little but its shape.
+        most = ALIGNMENT + 3 * len(msgspec.json.encode(self.tensors)) + 128 * len(self.tensors)
+        if most > MAX_HEADER_BYTES or not in_one_piece(owners.runs for owners in self.owners):
+            build_header(self.header_entries(file), {})
 
     def chunk_name(self, file: int, chunk: ChunkRef) -> str:
         """Return the name of a chunk in the header of its file."""

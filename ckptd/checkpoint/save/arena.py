@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
-from ckptd.base.runtime.memory import anonymous_file, map_pages, read_memory
+from ckptd.base.runtime.memory import anonymous_file, gather, map_pages, read_memory
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError, size_text
 
@@ -38,6 +38,7 @@ _JOB, _STAGED, _SEAL = range(3)
 _WORDS = 3
 _POLL_S = 0.0005
 _PIECE_BYTES = 32 << 20
+_SMALL_BYTES = 64 << 10
 
 
 class Slot:
@@ -147,14 +148,26 @@ class Slot:
             As of `put`.
         """
         if self._fresh:
-            for at, start, nbytes in runs.tolist():
-                self._write(start, memoryview((ctypes.c_ubyte * nbytes).from_address(at)).cast("B"))
+            small, ends = runs[:, 2] <= _SMALL_BYTES, runs[:, 1] + runs[:, 2]
+            joined = small[1:] & small[:-1] & (runs[1:, 1] == ends[:-1])
+            for some in np.split(runs, np.flatnonzero(~joined) + 1):
+                self._write_runs(some)
             return
         place = self.place(0, self.nbytes)
         try:
             read_memory(runs + np.array((0, place.ctypes.data, 0)))
         except OSError as error:
             raise self._unfilled(error) from error
+
+    def _write_runs(self, runs: NDArray[np.int64]) -> None:
+        """Write runs that follow one another; small ones by one call for many."""
+        if len(runs) > 1:
+            with suppress(OSError):  # below one of them says what is wrong
+                where = CONTROL_BYTES + int(runs[0, 1])
+                gather(self.fd, where, runs[:, 0], runs[:, 2])
+                return
+        for at, start, nbytes in runs.tolist():
+            self._write(start, memoryview((ctypes.c_ubyte * nbytes).from_address(at)).cast("B"))
 
     def _write(self, start: int, view: memoryview) -> None:
         at = CONTROL_BYTES + start

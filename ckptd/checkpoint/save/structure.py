@@ -215,9 +215,9 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     row_cut = cache(partial(_row_cut, tables, share))
     rows = [row_cut(t.shape, n, len(r)) for (t, r), n in zip(plain, sizes, strict=True)]
     owners = _assign(plain, sizes, [counts for _, counts in rows], balance)
+    placed = cache(lambda files: tables.placed(np.array(files)))
     for (t, _), (grid, _), files in zip(plain, rows, owners, strict=True):
-        placed = tables.placed(np.array(files))
-        entries[t.name] = TensorEntry(t.name, t.dtype, t.shape, grid, *placed, t.aliases)
+        entries[t.name] = TensorEntry(t.name, t.dtype, t.shape, grid, *placed(files), t.aliases)
     meshes = {c.mesh: None for g in groups for c in g.structure.cuts if c.mesh is not None}
     homes: dict[str, int] = {}
     for group in groups:
@@ -258,6 +258,12 @@ def _merge(
     groups: Sequence[RankGroup],
 ) -> dict[str, tuple[TensorEntry, TensorCut, tuple[int, ...]]]:
     """Join the groups' tensors by name, in order of first appearance."""
+    if len(groups) == 1:  # nobody disagrees with anybody
+        structure, all_ranks = groups[0].structure, tuple(sorted(groups[0].ranks))
+        one = {t.name: (t, structure.cuts[t.grid], all_ranks) for t in structure.tensors}
+        if len(one) == len(structure.tensors):
+            _check_meanings(groups, one, {t.name: t.aliases for t in structure.tensors})
+            return one
     merged: dict[str, tuple[TensorEntry, TensorCut]] = {}
     holding: dict[str, list[int]] = {}
     aliases: dict[str, list[str]] = {}
@@ -301,7 +307,7 @@ def _merge(
 
 
 def _check_meanings(
-    groups: Sequence[RankGroup], tensors: Mapping[str, object], aliases: Mapping[str, list[str]]
+    groups: Sequence[RankGroup], tensors: Mapping[str, object], aliases: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise `UsageError` where a name is one thing on one rank and another elsewhere.
 
@@ -462,8 +468,10 @@ def _assign(
     sizes: Sequence[int],
     rows: Sequence[list[int]],
     balance: _Balance,
-) -> list[list[int]]:
+) -> list[tuple[int, ...]]:
     """Return which rank writes each piece of each tensor."""
+    if len(balance.load) == 1:
+        return [(0,) * len(counts) for counts in rows]
     todo = []
     for order, (nbytes, counts) in enumerate(zip(sizes, rows, strict=True)):
         row_bytes = nbytes // max(1, sum(counts))
@@ -472,7 +480,7 @@ def _assign(
     owners = [[0] * len(counts) for counts in rows]
     for negative, order, piece in sorted(todo):
         owners[order][piece] = balance.least(plain[order][1], -negative)
-    return owners
+    return [*map(tuple, owners)]
 
 
 _Cut: TypeAlias = tuple[tuple[int, Any], ...]

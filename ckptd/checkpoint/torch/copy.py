@@ -153,7 +153,7 @@ class CopyForm:
 
     def _waits(self, name: str, local: torch.Tensor) -> bool:
         """Tell whether a local tensor may be copied late, if it is held."""
-        if local.device.type == "cpu":
+        if local.is_cpu:
             # Beside tensors on devices the few bytes of an optimizer's step counters would be all
             # that the host has to wait for at the gate.
             small = self.on_device and local.numel() * local.element_size() <= SMALL_TENSOR_BYTES
@@ -688,13 +688,13 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _run(local: torch.Tensor, step: CopyStep) -> tuple[int, int, int] | None:
     """Return address, place and length of a step that is a run of bytes on the host."""
-    if not isinstance(step.part, Box | None):
+    if isinstance(step.part, StridedWindow):
         return None
     tensor = local if step.part is None else _part(local, step.part)
     lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
+    if not tensor.is_cpu or not tensor.is_contiguous() or lazy:
         return None
-    at, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    at, nbytes = tensor.data_ptr(), tensor.nbytes
     if nbytes and not at:
         as_bytes(tensor)  # raises what is wrong with it
     return at, step.start, nbytes
@@ -705,7 +705,7 @@ def _lying_in(leaves: Mapping[str, TensorLeaf], ranges: Sequence[tuple[int, int]
     here = [
         (name, leaf.local)
         for name, leaf in leaves.items()
-        if ranges and leaf.local.device.type == "cpu" and leaf.local.numel()
+        if ranges and leaf.local.is_cpu and leaf.local.numel()
     ]
     if not here:
         return set()

@@ -20,7 +20,6 @@ from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.codec import checked_metadata, shares
-from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.manifest import ObjectEntry, Runs3
 from ckptd.checkpoint.save.client import WriterClient, post_failure
 from ckptd.checkpoint.save.handle import SaveTracker
@@ -377,7 +376,7 @@ class Saver:
         rank = self._board.rank
         if self._steps_of != plan.digest:
             self._steps_of = ""
-            build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
+            plan.filemap.check_header(rank)  # too many chunks: now, not later
             with no_collection():
                 self._steps = copy_steps(plan, rank, laid, self._describer)
             self._steps_of, self._tensor_bytes = plan.digest, plan.filemap.data_bytes(rank)

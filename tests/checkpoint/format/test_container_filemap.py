@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ckptd.base.grids.grid import Axis, Grid, whole
 from ckptd.base.grids.owners import ABSENT, Owners
+from ckptd.checkpoint.format import container
 from ckptd.checkpoint.format.container import (
     FileMap,
     build_header,
@@ -24,7 +25,7 @@ from ckptd.checkpoint.format.manifest import (
     ObjectEntry,
     TensorEntry,
 )
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, UsageError
 from ckptd.types import DTYPES
 from tests.base.grids.cutting import even_axis
 from tests.base.grids.strategies import Cut, cuts, shapes
@@ -61,6 +62,32 @@ def test_headers_agree_with_the_map(sample: Sample) -> None:
         for chunk in filemap.chunks(file):
             there = parsed[filemap.chunk_name(file, chunk)]
             assert (there.start, there.end) == (chunk.start, chunk.end)
+
+
+def refuses(filemap: FileMap, file: int) -> None:
+    """Look that a header that is one byte too large is refused, whether it is built or not."""
+    header, _ = build_header(filemap.header_entries(file), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container, "MAX_HEADER_BYTES", len(header) - 9)
+        with pytest.raises(UsageError, match="too many chunks"):
+            filemap.check_header(file)
+
+
+@given(manifests())
+def test_no_header_that_is_too_large_passes(sample: Sample) -> None:
+    filemap = FileMap.of(sample.manifest, "manifest.json")
+    for file in range(len(sample.manifest.files)):
+        refuses(filemap, file)
+        filemap.check_header(file)
+
+
+@pytest.mark.parametrize("name", ["%@" * 1000, '"' * 2000, "\\" * 2000, "\u00e9" * 2000, "w"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fnuz", "complex128"])
+def test_no_name_makes_a_header_larger_than_is_thought(name: str, dtype: str) -> None:
+    """What is escaped is three times as long; many chunks leave no room in the padding."""
+    shape = (1 << 40, *[1] * 63)
+    tensors = [TensorEntry(f"{name}{i}", dtype, shape, 0, 0) for i in range(300)]
+    refuses(FileMap(tensors, [whole(shape)], [Owners(((0, 0, 1),))]), 0)
 
 
 @given(shapes().flatmap(cuts))

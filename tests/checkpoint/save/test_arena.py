@@ -63,6 +63,36 @@ def test_runs_are_put_into_their_places(touched: bool) -> None:
     slot.close()
 
 
+def test_many_small_runs_of_a_new_slot_go_where_they_belong() -> None:
+    """By one call for many that follow one another; gaps and large ones lie between."""
+    rng = np.random.default_rng(0)
+    source = rng.integers(1, 256, 1 << 20, dtype=np.uint8)
+    sizes = rng.integers(0, 300, 3000)
+    sizes[[700, 701, 2000]] = 80_000
+    gaps = np.where(rng.random(3000) < 0.01, 5, 0)
+    starts = np.cumsum(sizes + gaps) - sizes
+    froms = rng.integers(0, len(source) - sizes)
+    slot = Slot(0, int(starts[-1] + sizes[-1]) + 9)
+    expected = np.zeros(slot.nbytes, np.uint8)
+    for at, start, size in zip(froms, starts, sizes, strict=True):
+        expected[start : start + size] = source[at : at + size]
+    slot.begin(1)
+    slot.read(np.stack((source.ctypes.data + froms, starts, sizes), axis=1))
+    assert bytes(slot.data) == expected.tobytes()
+    slot.close()
+
+
+def test_memory_that_is_freed_among_small_runs_of_a_new_slot_is_an_error() -> None:
+    source = np.full(8, 7, np.uint8)
+    runs = np.array([(source.ctypes.data, 8 * i, 8) for i in range(100)])
+    runs[60, 0] = 4096  # nothing is mapped there
+    slot = Slot(0, 800)
+    slot.begin(1)
+    with pytest.raises(SaveError):
+        slot.read(runs)
+    slot.close()
+
+
 def test_another_process_sees_the_same_slot() -> None:
     slot = Slot(3, 5000)
     other = Slot(3, 5000, os.dup(slot.fd))

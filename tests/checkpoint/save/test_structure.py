@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -208,3 +209,42 @@ def test_the_ranks_see_every_slot_of_the_witness() -> None:
         assert len(values) == 2 * len(slots)
         seen += np.frombuffer(slots, "<u4").tolist()
     assert sorted(seen) == list(range(WitnessPlan.over(plan.tensors).total))
+
+
+def test_one_group_is_planned_as_two_of_the_same_are() -> None:
+    mesh = line(("dp",), 4)
+    tensors = [tensor("cut", (8, 4), mesh, ("shard", 0)), tensor("tied", (3,), aliases=("other",))]
+    tensors += [tensor(f"t{i}", (1 + i % 7, 3)) for i in range(40)]
+    tensors += [tensor("large", (4 * SPLIT_BYTES // 400, 100))]
+    structure = Structure.of(tensors, ("value",))
+    one = build_plan([RankGroup(structure, (2, 0, 1, 3))], 4)
+    two = build_plan([RankGroup(structure, (0, 3)), RankGroup(structure, (1, 2))], 4)
+    assert (one.tensors, one.grids, one.owners) == (two.tensors, two.grids, two.owners)
+
+
+def test_of_one_rank_all_is_its_own() -> None:
+    p = plan([tensor(f"t{i}", (5, 1 + i % 3)) for i in range(30)], 1)
+    assert all(owners(p, t.name) == [0] for t in p.tensors)
+    assert p.filemap.data_bytes(0) == sum(4 * 5 * (1 + i % 3) for i in range(30))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "objects"),
+    [
+        ([tensor("a", (4,), aliases=("b",)), tensor("b", (4,))], ()),
+        ([tensor("a", (4,), aliases=("c",)), tensor("b", (4,), aliases=("c",))], ()),
+        ([tensor("a", (4,))], ("a",)),
+        ([tensor("a", (4,), aliases=("v",))], ("v",)),
+    ],
+)
+def test_one_group_cannot_give_two_things_one_name(tensors: list, objects: tuple) -> None:
+    with pytest.raises(UsageError, match="a name means different things"):
+        build_plan([RankGroup(Structure.of(tensors, objects), (0,))], 1)
+
+
+@pytest.mark.parametrize("cut", [{"dtype": "float64"}, {"shape": (5,)}])
+def test_one_group_that_has_a_name_twice_is_refused_as_two_are(cut: dict) -> None:
+    entry, whole = tensor("a", (4,))
+    other = msgspec.structs.replace(entry, **cut), whole
+    with pytest.raises(UsageError, match="ranks disagree on a tensor"):
+        build_plan([RankGroup(Structure.of([(entry, whole), other]), (0,))], 1)

@@ -68,8 +68,9 @@ class Describer:
             A placement that cannot be saved, or a mesh that reaches outside the group.
         """
         tensors = []
+        uncut = TensorCut()
         for name, leaf in leaves.items():
-            cut = TensorCut()
+            cut = uncut
             if leaf.tensor is not leaf.local and is_dtensor(leaf.tensor):
                 mesh, _, placements = self._sharding(name, leaf.tensor)
                 cut = TensorCut(mesh, placements)
