@@ -642,7 +642,8 @@ def publish_manifest(
         root=root or catalogue.root_id,
         claim=claim or catalogue.generation(manifest.generation).claim_id,
     )
-    if signer is not None:
+    # Another committer of the attempt may have been here, and have died: its signature stays.
+    if signer is not None and not catalogue.store.exists(commit_key(commit.name)):
         signer.sign(commit, encode_record(commit), manifest)
     catalogue.publish(commit)
     return commit

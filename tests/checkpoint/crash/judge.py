@@ -90,5 +90,5 @@ def legal_keys(store: Store, public: str | None = None) -> set[str]:
 
 def assert_only_legal(store: Store, raw: Iterable[str], public: str | None = None) -> None:
     """`raw` is every name in the place, temporary files and unfinished uploads included."""
-    legal = legal_keys(store, public)
-    assert sorted(raw) == sorted(legal), sorted(set(raw) ^ legal)
+    found, legal = sorted(raw), legal_keys(store, public)
+    assert found == sorted(legal), sorted(legal.symmetric_difference(found))

@@ -88,6 +88,20 @@ def test_each_step_is_signed(
     assert campaign.tally.committed < campaign.tally.deaths
 
 
+def test_who_takes_a_commit_over_leaves_no_signature_of_its_own(
+    ram: Path, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next writing process signed the commit that was there, and nothing removed that file."""
+    pytest.importorskip("blake3")
+    keys, place = key_pair(tmp_path, "release"), LocalPlace(ram)
+    campaign = Campaign(place, zygote, world=2, elsewhere=True, keys=keys, keep=1)
+    find = campaign._find_points
+    monkeypatch.setattr(campaign, "_find_points", lambda: [p for p in find() if p.op == "put-new"])
+    tally = campaign.run()
+    assert (tally.deaths, tally.missed) == (2, 0)
+    assert tally.committed
+
+
 def test_the_worker_alone(ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, elsewhere=True)
     report(
