@@ -185,7 +185,7 @@ def open_zip(read: ReadRange, start: int, end: int, where: str) -> TorchZip:
     _, disk, disk2, here, count, size, first, _ = struct.unpack("<4s4H2IH", tail[-_END_BYTES:])
     stop = at
     back = tail[-_END_BYTES - _LOCATOR_BYTES : -_END_BYTES]
-    if back[:4] == _LOCATOR:
+    if len(back) == _LOCATOR_BYTES and back[:4] == _LOCATOR:
         (stop,) = struct.unpack("<Q", back[8:16])
         raw = read(start + stop, start + stop + _END64_BYTES) if stop <= at - _ENDS64 else b""
         if raw[:4] != _END64:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptd.errors import CkptdError, RefusedError
+from ckptd.errors import CkptdError, CorruptError, RefusedError
 from ckptd.readers.pickles import PickledTensor, walk_values
 from ckptd.readers.zips import TorchZip, extent_of, open_zip
 
@@ -89,6 +89,15 @@ def test_what_is_no_whole_zip_says_what_it_seems_to_be(raw: bytes, hint: str) ->
         opened(raw)
     assert caught.value.kind == "bad-zip"
     assert hint in str(caught.value.hint)
+
+
+def test_half_a_locator_before_the_end_is_no_locator() -> None:
+    """A file shorter than both, found by fuzzing: a ``struct.error`` of the bytes that lacked."""
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0, 0, 0, 0, 0)
+    for more in range(20):
+        raw = b"PK\6\7".ljust(20, b"\0")[:more] + end
+        with pytest.raises(CorruptError):
+            opened(raw)
 
 
 def test_the_format_of_before_is_refused_by_name() -> None:
