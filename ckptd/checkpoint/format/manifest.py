@@ -240,8 +240,7 @@ CONVERTERS: dict[type, Callable[[Any], Any]] = {Manifest: converter(Manifest)}
 
 def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
     """Return ``(file name, bytes)``: JSON, or zstd of it when that is large. Deterministic."""
-    stamped = msgspec.structs.replace(manifest, format=FORMAT, version=VERSION)
-    raw = msgspec.json.encode(stamped)
+    raw = msgspec.json.encode(msgspec.structs.replace(manifest, format=FORMAT, version=VERSION))
     if len(raw) <= COMPRESS_ABOVE_BYTES:
         shown = len(raw) < 1 << 18 and INLINE not in manifest.requires
         return "manifest.json", msgspec.json.format(raw, indent=1) if shown else raw

@@ -182,8 +182,7 @@ def value_text(raw: Any, depth: int = 3) -> str:
     if isinstance(raw, list):
         return f"[{_items(raw, depth)}]"
     if isinstance(raw, dict):
-        pairs = [[k, v] for k, v in raw.items()]
-        return f"{{{_items(pairs, depth, _pair)}}}"
+        return f"{{{_items([[k, v] for k, v in raw.items()], depth, _pair)}}}"
     return str(raw)
 
 

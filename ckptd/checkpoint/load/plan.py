@@ -470,8 +470,6 @@ class ReadPlan:
         The copies.
     targets
         The buffers, by their numbers in the copies.
-    absent
-        Wanted pieces that no file holds: ``(tensor number, box)``.
     line
         Positions of all digest blocks of the checkpoint.
     """
@@ -482,13 +480,11 @@ class ReadPlan:
         places: PieceLocations,
         moves: Moves,
         targets: Sequence[Target],
-        absent: Sequence[tuple[int, Box]] = (),
     ) -> None:
         self.manifest = manifest
         self.places = places
         self.moves = moves
         self.targets = targets
-        self.absent = tuple(absent)
         self.line = BlockLine([f.data_bytes for f in manifest.files])
 
     @cached_property
@@ -515,7 +511,7 @@ class ReadPlan:
     def of_files(self, files: Collection[int]) -> ReadPlan:
         """Return the plan of the copies out of some files alone."""
         moves = self.moves[np.isin(self.moves.rows["file"], list(files))]
-        return ReadPlan(self.manifest, self.places, moves, self.targets, self.absent)
+        return ReadPlan(self.manifest, self.places, moves, self.targets)
 
     @property
     def files(self) -> list[int]:
@@ -554,7 +550,7 @@ def read_plan(
         The checkpoint's root, for the headers of files that older checkpoints wrote. Needed only
         when the manifest refers to such files.
     allow_absent
-        Leave targets of absent pieces as they are, and list those in the plan.
+        Leave targets of absent pieces as they are.
     places
         Of an earlier plan for the same checkpoint: what it learnt of files is not read again.
 
@@ -611,7 +607,7 @@ def read_plan(
     every = [
         t.view(np.uint8) if isinstance(t, np.ndarray) and t.dtype != np.uint8 else t for t in every
     ]
-    return ReadPlan(manifest, places, moves, every, there)
+    return ReadPlan(manifest, places, moves, every)
 
 
 def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:

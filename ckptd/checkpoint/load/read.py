@@ -150,7 +150,7 @@ class Fetcher:
             self._check_file(file, anywhere)
             on_file()
 
-        new = [file for file in files if not self._is_checked(file)]
+        new = [f for f in files if f not in self._places.sized or f not in self._places.indexes]
         if new:
             threads = min(len(new), max(self._threads, 4))
             self._all(new, work, "checking sizes and digest indexes", threads)
@@ -173,9 +173,6 @@ class Fetcher:
             work: Callable[[int], None] = lambda f: check_size(self._store, places.files[f])  # noqa: E731
             threads = min(len(loose), max(self._threads, 4))
             self._all(loose, work, "looking whether files have changed", threads)
-
-    def _is_checked(self, file: int) -> bool:
-        return file in self._places.sized and file in self._places.indexes
 
     def _check_file(self, file: int, anywhere: bool) -> None:
         entry = self._places.files[file]

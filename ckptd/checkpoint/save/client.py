@@ -164,8 +164,7 @@ class _Job(msgspec.Struct, dict=True):
         how the snapshot ended: overwritten earlier, the share would be missing from a snapshot that
         they take for complete.
         """
-        pending = any(self.handle.tiers.get(tier) == "pending" for tier in KEEPING)
-        return not self.freed or pending
+        return not self.freed or any(self.handle.tiers.get(t) == "pending" for t in KEEPING)
 
 
 def post_failure(
@@ -682,8 +681,7 @@ class WriterClient(OfOneProcess):
                     self._check_outcome(number, job)
                 self._check_near(number, job)
             if now > job.deadline:
-                error = SaveError("the save did not finish in time")
-                self._fail_all(number, error)
+                self._fail_all(number, SaveError("the save did not finish in time"))
         late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
         silent_s = now - self._last_message_at
         if late and self.dead is None and silent_s > GRACE_S:

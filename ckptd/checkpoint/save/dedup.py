@@ -508,8 +508,7 @@ def _by_file(
             file = places.filemap.owner(number, chunk.piece.index)
             if file != ABSENT:
                 found.setdefault(file, []).append((mine, entry[0]))
-    most = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    return sorted(most[:MOST_FILES])
+    return sorted(sorted(found.items(), key=lambda i: (-len(i[1]), i[0]))[:MOST_FILES])
 
 
 def _key(save: SaveRequest) -> str:

@@ -404,8 +404,7 @@ class _Writing(msgspec.Struct, frozen=True):
             self.progress(done + elsewhere, len(data))
 
         how = self.store, self.save, self.plan.rank, file, source, wait, progress
-        small = len(data) <= self.plan.small_bytes
-        return write_file(*how, small=small, beside=self.beside)
+        return write_file(*how, small=len(data) <= self.plan.small_bytes, beside=self.beside)
 
 
 def write_file(

@@ -898,12 +898,8 @@ class Loader:
         unexpected
             The names that this rank had no place for, whatever others have.
         """
-        manifest, filemap, matching, leaves = (
-            tried.manifest,
-            tried.filemap,
-            tried.matching,
-            tried.leaves,
-        )
+        manifest, filemap = tried.manifest, tried.filemap
+        matching, leaves = tried.matching, tried.leaves
         places = PieceLocations(manifest, filemap, tried.store)
         if filling.recalled is not None and self._planned is not None:
             return ReadPlan(manifest, places, self._planned.moves, filling.recalled[1])
@@ -922,7 +918,6 @@ class Loader:
             and found.is_plain
             and filling.is_in_place
             and places.all_own(files)
-            and not plan.absent
             and not any(leaf.fresh for leaf in leaves.tensors.values())
         ):
             sizes, buffers = plan.addresses[:, 1], tuple(filling.filled[0])
