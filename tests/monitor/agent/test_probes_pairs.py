@@ -41,7 +41,7 @@ def test_one_that_listens_and_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = probe_pair(0, 1, silent.getsockname(), SECRET, 1)
     assert found.cut
-    assert " in time" in found.error
+    assert "does not answer" in found.error
 
 
 def test_strangers_keep_nobody_from_probing() -> None:
