@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import common
-import msgspec
 import numpy as np
 
 from ckptd.base.net.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
@@ -103,9 +102,7 @@ def packed(ranks: int, forwarded: bool, turns: int) -> list[list[bytes]]:
     for second in range(turns):
         each = [unpack_report(body) for _, body in simulation.sheets(float(second))]
         if forwarded:
-            each = joined(each, second)
-        else:
-            each = [msgspec.structs.replace(s, number=second) for s in each]
+            each = joined(each, second + 1)
         for place, sheet in enumerate(each):
             if place == len(out):
                 out.append([])
