@@ -286,8 +286,10 @@ def test_workers_die_with_whoever_is_above(tmp_path: Path, plain: bool, dies: st
     launcher.wait(PATIENCE_S)
 
 
-def test_one_that_does_not_listen_yet_is_not_waited_for() -> None:
-    assert Spawner(os.environ, plain=True).end() == -signal.SIGKILL
+def test_one_that_does_not_listen_yet_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import time\ntime.sleep({PATIENCE_S})\n")
+    environ = dict(os.environ, PYTHONPATH=str(tmp_path))
+    assert Spawner(environ, plain=True).end() == -signal.SIGKILL
 
 
 FORKS = """
