@@ -9,6 +9,7 @@ unless the option ``single_writer`` says that there is no race to lose.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -41,7 +42,7 @@ from ckptd.store.osio import explain
 from ckptd.types import ByteRange
 
 _TEMPORARY = "~"
-_MOST_RACES = 16
+_MOST_RACES = 48
 _T = TypeVar("_T")
 # Services whose put appears whole or not at all, survives, and shows in the next listing.
 _OBJECT_STORES = {"abfs", "abfss", "adl", "az", "gcs", "gs", "s3", "s3a"}
@@ -207,7 +208,8 @@ class FsspecStore(Store):
     def _in_folder(self, path: str, act: Callable[[], _T]) -> _T:
         """Run `act` with the folder there, which a concurrent delete may remove as empty."""
         with _translated(path):
-            for _ in range(_MOST_RACES):
+            for tried in range(_MOST_RACES):
+                time.sleep(secrets.randbelow(1 + tried) / 1000)  # apart from those that delete
                 with suppress(FileNotFoundError):
                     # "Exists": gone and made again between two looks of makedirs.
                     with suppress(FileExistsError):
