@@ -9,7 +9,6 @@ unless the option ``single_writer`` says that there is no race to lose.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -38,11 +37,10 @@ from ckptd.store.base import (
     children_of,
     is_segment,
 )
-from ckptd.store.osio import explain
+from ckptd.store.osio import explain, while_folders_vanish
 from ckptd.types import ByteRange
 
 _TEMPORARY = "~"
-_MOST_RACES = 48
 _T = TypeVar("_T")
 # Services whose put appears whole or not at all, survives, and shows in the next listing.
 _OBJECT_STORES = {"abfs", "abfss", "adl", "az", "gcs", "gs", "s3", "s3a"}
@@ -207,15 +205,15 @@ class FsspecStore(Store):
 
     def _in_folder(self, path: str, act: Callable[[], _T]) -> _T:
         """Run `act` with the folder there, which a concurrent delete may remove as empty."""
+
+        def attempt() -> _T:
+            # "Exists": gone and made again between two looks of makedirs.
+            with suppress(FileExistsError):
+                self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            return act()
+
         with _translated(path):
-            for tried in range(_MOST_RACES):
-                time.sleep(secrets.randbelow(1 + tried) / 1000)  # apart from those that delete
-                with suppress(FileNotFoundError):
-                    # "Exists": gone and made again between two looks of makedirs.
-                    with suppress(FileExistsError):
-                        self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-                    return act()
-        raise TransientStoreError("the folder vanishes while it is created", where=path)
+            return while_folders_vanish(attempt, path)
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes."""

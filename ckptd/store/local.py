@@ -59,6 +59,7 @@ from ckptd.store.osio import (
     no_winner,
     reading,
     start_writeback,
+    while_folders_vanish,
     write_all,
     writing,
 )
@@ -369,7 +370,6 @@ def address(view: memoryview) -> int:
 
 
 _TEMPORARY = re.compile(r"~[0-9a-f]{24}\.put")  # no key has a "~"; other people's files may
-_MOST_RACES = 16
 _Entries = list[tuple[str, "os.DirEntry[str]"]]
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
 
@@ -686,14 +686,17 @@ class LocalStore(Store):
         self, folder: str, act: Callable[[], None], owed: dict[str, None] | None = None
     ) -> None:
         """Run `act` with `folder` there, which a concurrent delete may have removed as empty."""
-        for _ in range(_MOST_RACES):
+
+        def attempt() -> None:
             try:
                 self._make_folder(folder, owed)
-                return act()
+                act()
             except FileNotFoundError:
                 with self._lock:
                     self._folders.clear()
-        raise TransientStoreError("the folder vanishes while it is created", where=folder)
+                raise
+
+        while_folders_vanish(attempt, folder)
 
     def _make_folder(self, folder: str, owed: dict[str, None] | None = None) -> None:
         """Make `folder` and those above it; each one's own name becomes durable.

@@ -11,11 +11,13 @@ import errno
 import functools
 import mmap
 import os
+import secrets
 import stat as stat_module
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StoreError, TransientStoreError
 
@@ -43,6 +45,24 @@ _NO_LINKS = {errno.EINVAL, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPN
 _RENAME_NOREPLACE = 1
 _HERE = -100  # AT_FDCWD
 _NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+_MOST_RACES = 24
+_T = TypeVar("_T")
+
+
+def while_folders_vanish(act: Callable[[], _T], where: str) -> _T:
+    """Return what `act` returns, which makes a folder that a concurrent delete removes as empty.
+
+    Raises
+    ------
+    TransientStoreError
+        Each try lost, though they are apart by a time that is drawn, and grows.
+    """
+    for tried in range(_MOST_RACES):
+        if tried:
+            time.sleep(secrets.randbelow(1 + tried) / 500)
+        with suppress(FileNotFoundError):
+            return act()
+    raise TransientStoreError("the folder vanishes while it is created", where=where)
 
 
 class Os:

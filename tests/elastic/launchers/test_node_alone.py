@@ -338,7 +338,7 @@ SAYS = {
     "shows controller": ["have different secrets", "all nodes of job j need the same CKPTD_SECRET"],
     "shows expired": ["a certificate is not valid at this time", "clocks of the two machines"],
 }
-"""What answers at the controller's address, and what people are told of it."""
+"""Servers that may answer at the controller's address, and what the launcher prints."""
 
 
 @pytest.mark.parametrize("what", SAYS)

@@ -205,7 +205,7 @@ def _play(job: LiveJob, seeds: Iterable[int], tell: Callable[[Result], None]) ->
         return results
     for seed in seeds:
         if results:
-            tell(results[-1])  # the last one is told once it was judged
+            tell(results[-1])  # the judge has to see the last one first
         results.append(_schedule(job, seed))
         if results[-1].end != "progress":
             break

@@ -167,7 +167,7 @@ class _Faults:
         return self._job.machines
 
     def cut_node(self) -> str:
-        """Cut one node off from all others; nobody is told."""
+        """Cut one node off from all others, without a word to any process."""
         job, name = self._job, self._rng.choice(self._job.names)
         node, seconds = job.names.index(name), self._rng.uniform(0.5, 2.5 * SETTINGS["lease_s"])
         if name not in job.cut:

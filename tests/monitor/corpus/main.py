@@ -1,7 +1,8 @@
 """Runs programs one after the other: ``python -m tests.monitor.corpus.main NAME[:FAULT:RANK] ...``.
 
-Ranks are forks, so that PyTorch is imported once, and otherwise what torchrun makes of them. Those
-of a program with a fault are killed once whoever watches has put ``N.next`` into the folder.
+Ranks are forks, so that PyTorch is imported once, and otherwise what torchrun makes of them. The
+ranks of a program with a fault are killed when the watching process puts ``N.next`` into the
+folder.
 """
 
 from __future__ import annotations
@@ -20,15 +21,8 @@ import torch.distributed as dist
 
 from ckptd.elastic.torch.session.zygote_child import die_with
 from ckptd.monitor.injection import attach_now
-from tests.monitor.corpus import (  # noqa: F401
-    idioms,
-    libraries,
-    pipelines,
-    roles,
-    serving,
-    sharded,
-)
-from tests.monitor.corpus.base import NEXT, PLANTED_VARIABLE, PROGRAMS, Plan, plant
+from tests.monitor.corpus.base import NEXT, PLANTED_VARIABLE, Plan, plant
+from tests.monitor.corpus.programs import PROGRAMS
 from tests.processes import free_port
 
 _FAILED = 1

@@ -23,15 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from tests.monitor.corpus import (  # noqa: F401
-    idioms,
-    libraries,
-    pipelines,
-    roles,
-    serving,
-    sharded,
-)
-from tests.monitor.corpus.base import PROGRAMS, SECONDS_VARIABLE
+from tests.monitor.corpus.base import SECONDS_VARIABLE
+from tests.monitor.corpus.programs import PROGRAMS
 
 __all__ = ["Outcome", "names", "run"]
 

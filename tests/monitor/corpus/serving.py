@@ -73,7 +73,7 @@ def evaluation_of_shards() -> None:
 @program()
 @torch.no_grad()
 def evaluation_that_steals_work() -> None:
-    """Ranks take the next question from the job store, whoever is free, and meet at the end."""
+    """A rank that is free takes the next question from the job store; all meet at the end."""
     store = dist.distributed_c10d._get_default_store()
     model = net()
     for i in rounds():
