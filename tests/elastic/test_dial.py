@@ -41,6 +41,7 @@ def test_a_name_that_cannot_be_is_an_address_where_nobody_answers() -> None:
 STRANGERS = {
     "closes": b"",
     "says that it does not know us": bytes([21, 3, 3, 0, 2, 2, 48]),
+    "turns away": bytes([21, 3, 3, 0, 2, 2, 120]),  # as web servers and proxies do
     "is no TLS": b"HTTP/1.1 200 OK\r\n\r\n",
 }
 """What the first stranger at a controller's address says to all that come."""

@@ -64,6 +64,9 @@ _FOREIGN = (
     "HTTP_REQUEST",
     "PROXY_REQUEST",
 )
+_TURNED_AWAY = ("NO_APPLICATION_PROTOCOL", "HANDSHAKE_FAILURE", "UNRECOGNIZED_NAME")
+"""Alerts of web servers and proxies; ckptd sends them if somebody changes a greeting on its way."""
+_ADDRESS = "check the address: another server may have this port"
 
 
 class TlsSession:
@@ -166,7 +169,7 @@ class TlsSession:
 
     def _unproved(self, error: ssl.SSLError) -> CkptdError:
         """Say what is wrong: the certificate, the protocol, or what came over the line."""
-        reason = error.reason or ""
+        reason = error.reason or str(error).upper().replace(" ", "_")  # it knows not all alerts
         late = getattr(error, "verify_code", 0) in _NOT_VALID_NOW or "CERTIFICATE_EXPIRED" in reason
         if late:
             return StoreError(
@@ -190,11 +193,13 @@ class TlsSession:
             return StoreError(words, kind="permission", where=self._where)
         if self.peer is None and any(r in reason for r in _FOREIGN):
             return self._foreign("no TLS" if "WRONG_VERSION" in reason else reason)
+        away = self.peer is None and any(r in reason for r in _TURNED_AWAY)
         return TransientStoreError(
-            "bytes that arrived are not valid TLS",
+            "the server turns ckptd's TLS away" if away else "bytes that arrived are not valid TLS",
             kind="link-protocol",
             where=self._where,
-            found=reason or error,
+            found=error,
+            hint=_ADDRESS if away else None,
         )
 
     def _foreign(self, found: object) -> StoreError:
@@ -203,7 +208,7 @@ class TlsSession:
             where=self._where,
             wanted=f"TLS 1.3, {PROTOCOL}",
             found=found,
-            hint="check the address: another server may have this port",
+            hint=_ADDRESS,
         )
 
 

@@ -298,7 +298,7 @@ class NodeLauncher:
             self._ending = LauncherEnding("defect", "the link to the controller has failed", 1)
 
     def _look_at_silence(self, silent_s: float, now: float) -> None:
-        """Tell people that no controller answers, and again each time that took twice as long."""
+        """Say that no controller answers, and say it again whenever the silence has doubled."""
         quiet_s = _SILENT_S if self._link.answered else _FIRST_SILENT_S
         problem = self._link.problem
         why = f": {problem}" if problem else ""
@@ -310,14 +310,13 @@ class NodeLauncher:
             text = f"no controller has answered for {silent_s:.0f} s: this launcher gives up{why}"
             self._ending = LauncherEnding("no-controller", text, 1)
         elif silent_s > self._say_at_s:
-            text = f"waiting for the controller, {silent_s:.0f} s of {self._s.give_up_s:.0f}{why}"
-            if not self._silent:
-                text += f"\n  next:   where it should run, ckptd ctl status --job {self._s.job}"
-            if self._node.running:
-                left = max(0.0, self._lease_until - now)
-                text = (
-                    f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
-                )
+            left = max(0.0, self._lease_until - now)
+            text = f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
+            if not self._node.running:
+                limit = self._s.give_up_s
+                text = f"waiting for the controller, {silent_s:.0f} s of {limit:.0f}{why}"
+                if not self._silent:
+                    text += f"\n  next:   on its machine, ckptd ctl status --job {self._s.job}"
             self._silent, self._say_at_s = True, 2 * silent_s
             self._say(text)
 

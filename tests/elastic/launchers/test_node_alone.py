@@ -321,7 +321,7 @@ def test_people_are_told_that_no_controller_is_there_only_after_a_while(tmp_path
             assert len(one.said) == times, (silent_s, one.said)
         first, *others = one.said
         why = "s of 900: the controller's address is unknown"
-        then = "  next:   where it should run, ckptd ctl status --job j"
+        then = "  next:   on its machine, ckptd ctl status --job j"
         assert first == f"waiting for the controller, 10 {why}\n{then}"
         assert others == [f"waiting for the controller, {s} {why}" for s in (21, 43)]
         one.link._echoed_at = time.monotonic()
@@ -333,6 +333,11 @@ SAYS = {
     "nothing listens": ["the server cannot be reached", "found:  Connection refused"],
     "closes": ["the connection ", "another program, or a proxy, may answer there"],
     "is no TLS": ["the server is another program", "found:  no TLS", "may have this port"],
+    "turns away": [
+        "server turns ckptd's TLS away",
+        "no application protocol",
+        "may have this port",
+    ],
     "stalls": ["lets connect, and does not answer", "another program, or a proxy, may answer"],
     "shows another program": ["the server is another program", "found:  TLS of another program"],
     "shows controller": ["have different secrets", "all nodes of job j need the same CKPTD_SECRET"],
@@ -356,7 +361,7 @@ def test_people_are_told_what_answers_in_place_of_a_controller(what: str, tmp_pa
         text = "\n".join(one.said)
         assert not [word for word in (*SAYS[what], f"where:  {address}") if word not in text], text
         assert ("CKPTD_SECRET" in text) == (what == "shows controller")
-        assert "next:   where it should run, ckptd ctl status --job j" in text
+        assert "next:   on its machine, ckptd ctl status --job j" in text
         one.link._echoed_at -= 900.0
         one.until(lambda: one.launcher._ending)
         ending = one.launcher._ending

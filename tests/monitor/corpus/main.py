@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,10 @@ from ckptd.elastic.torch.session.zygote_child import die_with
 from ckptd.monitor.injection import attach_now
 from tests.monitor.corpus.base import NEXT, PLANTED_VARIABLE, Plan, plant
 from tests.monitor.corpus.programs import PROGRAMS
-from tests.processes import free_port
+from tests.processes import free_port, until
 
 _FAILED = 1
+_LONGEST_S = 600.0
 
 
 def main() -> None:
@@ -45,8 +45,7 @@ def _run(plan: Plan, generation: int) -> int:
     ]
     if plan.fault:
         place = Path(os.environ[PLANTED_VARIABLE]) / f"{generation}.{NEXT}"
-        while not place.exists():
-            time.sleep(0.1)
+        until(place.exists, f"the end of {plan}", _LONGEST_S)
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)  # none was waited for: the number is still its own
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]

@@ -193,7 +193,10 @@ class _Watched:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
         self.process.terminate()
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
 
 
 def _ranks(incident: dict[str, Any]) -> tuple[int, ...]:
