@@ -94,8 +94,9 @@ def test_launchers_that_end_are_started_anew_and_a_stop_is_told(tmp_path: Path) 
         before = {name: one.pids(name) for name in NAMES}
         (tmp_path / "n1.end").touch()
         running(one, NAMES, after=first)
-        assert [len(one.pids(name)) for name in NAMES] == [1, 2, 1], one.said
-        assert one.pids("n0") == before["n0"]
+        # The controller asks for another launcher too: that may come when one has been started.
+        assert len(one.pids("n1")) in {2, 3}, one.said
+        assert [one.pids(name) for name in ("n0", "n2")] == [before["n0"], before["n2"]]
         one.supervisor.stop("the time is over", requeue=True)
         outcome = one.ended()
         assert (outcome.kind, outcome.requeue) == ("stopped", True)

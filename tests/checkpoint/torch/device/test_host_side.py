@@ -207,6 +207,7 @@ def offload_before_the_copies() -> str:
     with ckptd.Checkpointer(
         "memory://offloaded", copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
     ) as ck:
+        torch.cuda.synchronize()  # a kernel that fills it later would find no memory there
         release = installed().hold()
         handle = ck.save(1, live)
         storage = live["w7"].untyped_storage()
@@ -229,7 +230,8 @@ def test_memory_that_is_given_back_before_the_copies_is_found() -> None:
 
 
 def make_again(storage: torch.UntypedStorage) -> None:
-    """Give memory back and take as much."""
+    """Give memory back and take as much, once no kernel is left that writes there."""
+    torch.cuda.synchronize()
     size = storage.nbytes()
     storage.resize_(0)
     storage.resize_(size)
