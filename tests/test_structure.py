@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -113,7 +114,9 @@ def test_no_public_class_has_the_name_of_another() -> None:
 
 HOUSE = ROOT / "docs/design/house.md"
 READMES = sorted((ROOT / "ckptd").glob("**/README.md"))
-MOST_OF_A_README = 80
+MOST_OF_A_README = 80  # without the list of files at its end
+FILES = "\n## Files\n\n"
+WRITE_FILES = "WRITE_FILES=1 scripts/test tests/test_structure.py"
 SLICES = sorted(
     p.parent.name for p in (ROOT / "ckptd").glob("*/__init__.py") if p.parent.name != "events"
 )
@@ -241,7 +244,7 @@ def test_every_slice_has_a_page() -> None:
 @pytest.mark.parametrize("page", READMES, ids=lambda p: p.parent.name)
 def test_the_page_of_a_slice_is_true_and_short(page: Path) -> None:
     text = page.read_text()
-    assert len(text.splitlines()) <= MOST_OF_A_README
+    assert len(text.partition(FILES)[0].splitlines()) <= MOST_OF_A_README
     assert missing(page, page.parent) == []
     started = re.findall(r"`python -m ([\w.]+)", text)
     assert [n for n in started if n not in NAMES and n + ".__main__" not in NAMES] == []
@@ -251,6 +254,33 @@ def test_the_page_of_a_slice_is_true_and_short(page: Path) -> None:
     assert [
         n for n, code in where.items() if not re.search(rf"(?m)^(class |def )?{n}\b", code)
     ] == []
+
+
+def file_rows(folder: Path) -> Iterator[str]:
+    """Yield a row for each module of a slice: the first sentence of its docstring, and `In it`."""
+    for path in MODULES:
+        own = path.relative_to(ROOT / "ckptd").parts
+        inside = len(own) == 1 or own[0] == "events" if folder == ROOT / "ckptd" else None
+        if inside or (inside is None and path.is_relative_to(folder)):
+            first, *more = (ast.get_docstring(tree_of(path)) or "").split("\n\n")
+            text = " ".join([first, *(p for p in more[:1] if p.startswith("In it: "))])
+            text = " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+            yield f"| `{path.relative_to(folder)}` | {text} |"
+
+
+def files_of(folder: Path) -> str:
+    """Return the section of a slice's README that lists its modules."""
+    intro = f"The docstrings of the modules; after a change: `{WRITE_FILES}`."
+    return "\n".join([FILES, intro, "", "| file | is |", "|---|---|", *file_rows(folder), ""])
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda p: p.parent.name)
+def test_the_page_of_a_slice_lists_its_files(page: Path) -> None:
+    before, _, _ = page.read_text().partition(FILES)
+    wanted = before + files_of(page.parent)
+    if os.environ.get("WRITE_FILES"):
+        page.write_text(wanted)
+    assert page.read_text() == wanted, f"not the docstrings; renew with {WRITE_FILES}"
 
 
 @pytest.mark.parametrize("page", READMES, ids=lambda p: p.parent.name)

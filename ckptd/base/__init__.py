@@ -1,1 +1,1 @@
-"""The foundation of all slices: network, machine, grids of chunks. No format, no store."""
+"""The foundation of all slices: network, machine, grids of chunks; no format, no store."""

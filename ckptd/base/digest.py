@@ -1,4 +1,4 @@
-"""Digests, and the fixed-width index of them that lies beside each data file (spec section 5).
+"""Digests (XXH3-128) of blocks and chunks, and the index beside each data file; block size.
 
 The index is ``header | block digests | chunk digests``. Blocks are 1 MiB slices of the data
 section (not of the header), the last one short; chunks follow in file order. Fixed width makes

@@ -1,4 +1,6 @@
-"""Signatures over files, in the form of OpenSSF Model Signing.
+"""Signatures of files with public keys (OpenSSF Model Signing): kinds of keys, curves, PEM, bundle.
+
+In it: the largest key and signature; errors where no trusted key has signed.
 
 A signature is a Sigstore bundle with a DSSE envelope around an in-toto statement, which lists names
 of files and their BLAKE3. Keys are Ed25519, or on the curves P-256, P-384 and P-521: those the

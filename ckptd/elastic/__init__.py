@@ -1,4 +1,4 @@
-"""Going on with other ranks: which nodes to train on, in which layout, by whose decision.
+"""Elastic jobs: which nodes train, in which layout, by whose decision; public names of the slice.
 
 The names of the consistency kit that belong to a training loop need torch, and are imported on
 first use.

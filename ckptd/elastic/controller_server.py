@@ -1,4 +1,8 @@
-"""The controller's end of all connections: handshake, frames, deadlines, limits."""
+"""Server of the controller: accepts nodes and operators, handshake, limits of a connection.
+
+In it: how long a handshake and half a frame may take, silence, unproved connections at once, bytes
+not yet sent, lengths of names and texts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling the controller: a connection whose two sides have proved what they are."""
+"""Connects to the controller with proof of both ends; longest frame, time for a send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The report of a worker's end, for the launcher of its node.
+"""`ExitReport`: why a worker's program ended (error, exit code), in a file for its launcher.
+
+In it: how much text is kept; whether a step was made; which rank shows the error.
 
 An exit code says little: Python's is 1 for every exception. So a worker leaves files beside its
 launcher's socket, by its process id: that it has made a step, and where and with what it has ended.

@@ -1,4 +1,7 @@
-"""Which controller leads: records beside the membership log, the newest of which counts.
+"""Which controller leads: its record, signs of life, when another may be started (stand-in).
+
+In it: how old a sign may be; seconds after which a silent controller counts as dead, by how many
+nodes hear it; how often records are read.
 
 The record is for liveness alone: nodes find the controller by it, and when that one does not
 answer, some of them start another one, of which one becomes the leader. Safety is the membership

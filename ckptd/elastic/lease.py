@@ -1,4 +1,4 @@
-"""The lease of a node's workers: eight bytes in a file that say until when they may step."""
+"""Lease of a node's workers: a mapped file with the time until which they may step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A node's connection to the controller: it reconnects by itself, and no event is lost."""
+"""A launcher's connection to the controller: reconnects, repeats events, sends heartbeats.
+
+In it: how long a connection attempt may take; pauses between them; hints when it is refused.
+"""
 
 from __future__ import annotations
 

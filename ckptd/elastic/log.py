@@ -1,4 +1,4 @@
-"""The membership log: create-only records in a store."""
+"""`MembershipLog`: create-only records in a store; their names, folder and largest size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The membership log: what each generation of a job is, in the order in which they were decided."""
+"""`Record`: a generation in the membership log: members, layout, reason; its JSON and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The messages of a job that restarts, declared once: plain data.
+"""All messages between controller, launchers, workers, operators; exit codes of a job.
+
+In it: limits of their fields; default times in which a session leaves a generation, without and
+with accelerators; names of variables for lease and interrupt; `NodeRow` and `Status`; `OrderKind`.
 
 Events come to a controller from nodes, operators and its own clock; actions are its orders to
 others. Nodes and operators speak with the controller over a

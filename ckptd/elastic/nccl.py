@@ -1,4 +1,4 @@
-"""The requirements of recovery in process on NCCL: settings, and a version.
+"""NCCL for recovery in one process: variables that a session sets, least versions; doctor's rows.
 
 A session (`ckptd.elastic.session`) sets variables that are unset; ``ckptd doctor`` checks others.
 Programs without a session keep PyTorch's settings: there the watchdog that ends a process is what

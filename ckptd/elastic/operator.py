@@ -1,4 +1,4 @@
-"""An operator's connection to the controller: a person's, or the daemon's."""
+"""`OperatorLink`: a person's or the daemon's connection to the controller; waits and silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assignment of ranks to the mesh: survivors stay where they are, and groups stay on one node.
+"""Gives ranks their places in the mesh: survivors stay, spares fill, groups near in the network.
 
 What replicas of one pipeline stage add up is most of what crosses the network, and what stages pass
 on is little. So a stage stays within a domain (a rack, a block), and the pipeline crosses them.

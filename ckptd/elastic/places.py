@@ -1,4 +1,4 @@
-"""Where a job keeps its membership log and its leader record, by URL."""
+"""Opens the membership log and leader record of a job: a URL, or a folder of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which layout the survivors train on: a pure function that explains itself.
+"""Layout policy: pipeline, data, tensor parallel sizes that survivors train on; fit in memory.
+
+In it: when spares are used; when it is worth changing a layout; words that explain the choice.
 
 Cheapest first: a spare takes the place of a lost slot; else data-parallel replicas are dropped;
 else the pipeline is cut another way, where the job says that its layers allow it; the tensor-

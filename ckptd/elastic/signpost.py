@@ -1,4 +1,4 @@
-"""Which controllers run on this machine, for people who do not say which they mean."""
+"""Signposts: files by which ``ckptd ctl`` finds the controllers that run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keeps launchers on the nodes of a job, by a plug-in and as its controller orders.
+"""Supervisor of launchers under a scheduler: starts them, and again after pauses; requeues a job.
+
+In it: how often the scheduler is asked; how long its calls may take; the first and the longest
+pause before a launcher is started again; how long it has to stop.
 
 It decides nothing about the job: it starts launchers, restarts those that the controller names
 (level 2) or that ended by themselves, hands over what the scheduler says about nodes, and submits

@@ -1,4 +1,4 @@
-"""Sums with the same rounding on any number of ranks: one binary tree over all leaves, always.
+"""`TreeSum`: sums with the same rounding on any number of ranks, by one fixed binary tree.
 
 Floating-point addition does not associate, so a sum over 4 ranks differs from that over 3 in its
 last bits, and training on from there differs in all. Here leaf ``i`` is at a fixed place of a fixed

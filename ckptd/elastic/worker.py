@@ -1,4 +1,4 @@
-"""A worker's end of the connection to the launcher of its node.
+"""`WorkerLink`: a worker's connection to its launcher: marks, steps, saves asked for, orders.
 
 The launcher's own end is in `ckptd.elastic.workerend`.
 """

@@ -1,4 +1,7 @@
-"""A launcher's end of the connections to the workers of its node."""
+"""Launcher's server for its workers: one Unix socket, a thread each, proofs handed out.
+
+In it: how long a first word may take; what is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Buckets of Megatron's distributed optimizer, seen as one buffer of a rank.
 
+In it: alignment and padding; errors where saved parts do not end where the layout's tensors do.
+
 A buffer is cut into buckets where the job says, on the first pipeline stage only: so a layout packs
 all of a rank's tensors into one buffer, and a bucket is a part of it that begins where a tensor
 does. The parts that were saved of a bucket end where tensors, what is left out between them, and

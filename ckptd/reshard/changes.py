@@ -1,4 +1,7 @@
-"""Changes of values between two rules, on numpy arrays: casts, scales, quantization."""
+"""Changes of values between two rules, on arrays: casts, scales, quantization, packed fp4.
+
+In it: names and limits of types; block scales; which casts lose; overflow.
+"""
 
 from __future__ import annotations
 

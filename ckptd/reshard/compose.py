@@ -1,4 +1,8 @@
-"""Two layouts and a source, combined: the target's tensors, and where each comes from."""
+"""Two layouts and a source, combined: the target's tensors, and where each comes from.
+
+In it: errors for tensors that no rule takes or feeds; aliases and tied copies; quantized tensors
+and measured scales.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Wrapped tensors whose parts are blocks of numbers with a scale each, as the plain ones they mean.
+"""Quantized weights of torchao (int8, int4, fp8 subclasses), read as plain tensors.
+
+In it: ``--dequantize``; the classes and parts that are known.
 
 What they mean is ``(qdata - zero_point) * scale``, rounded once to the type of the wrapper. Others,
 such as tables of four bits (NF4), are not read so.

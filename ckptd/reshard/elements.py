@@ -1,4 +1,4 @@
-"""Where an element of a stored tensor goes, by arithmetic on the two rules and nothing else.
+"""Independent check: where an element of a stored tensor goes, by arithmetic on two rules alone.
 
 The planner works with boxes, lattices, grids and blocks. This module follows single elements: a
 position in a source tensor is one entry of each of its dimensions; an entry says a way through the

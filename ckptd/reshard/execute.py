@@ -1,4 +1,7 @@
-"""Writing target files within a memory budget, reading one round while the last one is written.
+"""Writes target files in rounds within the memory budget, reading ahead; reading threads.
+
+In it: the least budget and how it is shared out; bytes of a round; after which stall it fails;
+figures of what was spent.
 
 One thread plans, reads and scatters (several threads help it to read), another digests and writes.
 A round's memory is counted until the store has let go of it, so what is staged never exceeds the

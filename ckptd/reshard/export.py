@@ -1,4 +1,7 @@
-"""Writing an export: Hugging Face safetensors and their index.
+"""Export to Hugging Face safetensors and index: sections, renames, casts, file sizes.
+
+In it: which names are optimizer state; which types can be cast; refusal of weights that would be
+left out.
 
 Memory stays within a few slabs, whatever the size of a tensor. Files get their names when all of
 them are complete and the index comes last, so that a folder that was left halfway is not taken

@@ -1,4 +1,6 @@
-"""Optimizer groups on their way through a reshard.
+"""Optimizer groups (``param_groups``) through a reshard: names; several optimizers told apart.
+
+In it: which hyperparameters tell an optimizer; errors where groups of several would be mixed.
 
 A group names its parameters, and names change with the layout. A checkpoint of ckptd holds the
 groups of an optimizer as one object; state dicts of torch have ``param_groups`` beside ``state``,

@@ -1,4 +1,6 @@
-"""One process at work on a reshard: its share of the files, and the commit if it is the last.
+"""One process's share of a reshard into a root: complete files recorded, resumed, committed.
+
+In it: how files are shared out (``--shard 3/16``); what makes a file complete.
 
 Everything about the target follows from the source and the two layouts, so that any number of
 processes, on any machines, started together or one after the other, work at one result without

@@ -1,4 +1,8 @@
-"""Layout programs as a user names them: files, shipped ones, rules from the command line."""
+"""`LayoutProgram`: programs as a user names them: files, shipped ones, rules, inferred ones.
+
+In it: sizes, drops and rules given besides; comparison of two programs; names from which a layout
+is inferred; largest program.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The plan of a reshard: what fills each chunk of the target, cut into rounds that fit the budget.
+"""Plan of a reshard: what fills each chunk, rounds that fit the budget, shares of processes.
+
+In it: how files are grouped so that blocks are read once.
 
 Everything here follows from the source's manifest and the two layouts, so that processes which
 never speak to each other agree on every byte.

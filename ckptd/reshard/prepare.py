@@ -1,4 +1,8 @@
-"""From a source and two programs to everything that a reshard does, and what it would cost."""
+"""`Prepared`: from a source and two programs to everything a reshard does; costs and proof.
+
+In it: which program the source is read with (given, kept, inferred), and hints where it does not
+fit; refusals of names that are not recognised.
+"""
 
 from __future__ import annotations
 

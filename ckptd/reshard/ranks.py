@@ -1,4 +1,6 @@
-"""Files of ranks as the source of a reshard: ``files "mp_rank_{tp}_{pp}.safetensors"`` in a layout.
+"""Files of ranks as a source (``mp_rank_{tp}_{pp}.safetensors``): replicas compared, combined.
+
+In it: errors for files or tensors that are missing or not described.
 
 Each rank's file holds its local tensors under local names. The stored tensors that the layout makes
 of them exist nowhere; a piece of one is a box of a local tensor, and copies out of it become copies

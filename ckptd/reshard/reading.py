@@ -1,4 +1,6 @@
-"""Reading the blocks that a round needs, comparing them with their digests, scattering them.
+"""Reads the blocks of a round, verifies digests, scatters them into staging memory; windows.
+
+In it: memory handed out (`Ledger`), cache of blocks; after which stall a read fails.
 
 A window of a few blocks is read, hashed and scattered into the staging memory while it is warm in
 the processor's cache, by one thread; several do so side by side. Blocks at the ends of runs are

@@ -1,4 +1,4 @@
-"""Reports on a reshard: plain data, for people and programs."""
+"""Reports on a reshard as plain data: rules, costs, proof, results of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint that is read, described: ckptd's own, or a foreign one."""
+"""`SourceTensors`: the checkpoint that is read, described: ckptd's own or a foreign one."""
 
 from __future__ import annotations
 

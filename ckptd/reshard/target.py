@@ -1,4 +1,7 @@
-"""The checkpoint that is written: its tables, from two composed layouts and the source's objects.
+"""Tables of the target: tensors, scales, optimizer groups, objects, values of each rank.
+
+In it: what becomes of values of ranks when their number changes (``on_change``: drop, error and
+hint).
 
 Replicated objects are copied. Optimizer groups are sets of names, and names change with the
 layout. Values of ranks are kept where the world stays as large; else `on_change` decides, as it

@@ -1,4 +1,4 @@
-"""Comparisons while a reshard runs: witness values, and copies of tensors with their originals.
+"""Comparisons while a reshard runs: witness values in target files, tied copies with originals.
 
 Samples are compared while the values are in the staging memory. `ckptd.reshard.elements`, which
 knows nothing of boxes and blocks, finds the place of each value of the source's witness.

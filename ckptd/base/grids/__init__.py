@@ -1,4 +1,4 @@
-"""Holders of chunks: grids, owners and the copy planner. Pure functions, no I/O, no torch."""
+"""Holders of chunks: grids, owners and the copy planner; pure functions, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Regions and blocks: where a box of a tensor lies in a buffer, and one strided copy between two.
+"""Regions and blocks: where a box of a tensor lies in a buffer, one strided copy between two.
+
+In it: `Templates`, the cache that keeps plans up to a weight.
 
 A region is the one thing the planner understands on either side. A chunk on disk, a live local
 tensor, a slice of a flat optimizer bucket: each is a short list of regions of one buffer. Where two

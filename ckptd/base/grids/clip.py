@@ -1,4 +1,4 @@
-"""Cutting a block where one of its two buffers ends: at a window of a source or target file."""
+"""Cuts a block or a fill where one of its buffers ends: at a window of a file."""
 
 from __future__ import annotations
 

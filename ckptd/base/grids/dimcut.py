@@ -1,4 +1,7 @@
-"""How mesh dimensions cut one tensor dimension, one after the other."""
+"""How mesh dimensions cut one tensor dimension, one after the other, as torch.chunk does.
+
+In it: the most parts.
+"""
 
 from __future__ import annotations
 

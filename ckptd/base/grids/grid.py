@@ -1,4 +1,4 @@
-"""Rectilinear grids: how one tensor is cut into chunks.
+"""`Grid`: how one tensor is cut into chunks: cells, flat ranges, pieces; strides.
 
 A grid is one list of cell sizes per dimension; its cells are numbered row-major. A cell may be
 cut further by *flat ranges* of its own row-major elements, which is what a bucketed optimizer

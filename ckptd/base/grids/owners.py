@@ -1,4 +1,4 @@
-"""Owner maps: which file holds which piece of a grid.
+"""`Owners`: which file holds which piece of a grid, as arithmetic runs.
 
 A map is a sequence of arithmetic runs ``(first file, step, count)`` over pieces in piece order,
 plus a base that is added to every file number. Sharded layouts are regular, so a map of 16,384

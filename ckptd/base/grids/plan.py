@@ -1,4 +1,6 @@
-"""The planner: which elements of which pieces go where in a target buffer.
+"""Copy planner of plain loads: which pieces go where in a buffer; cache of plans; proof of a plan.
+
+In it: how much the cache keeps; the largest plan that is proved by counting.
 
 The pieces of a grid that a target meets are found by interval search per dimension, and by a walk
 along the flat cut inside a cell, so work and memory grow with the pieces touched and with nothing

@@ -1,4 +1,4 @@
-"""Sets of integers as sorted arrays of runs: union, sharing and cutting are a few numpy calls."""
+"""Sets of integers as sorted arrays of runs: union, holes filled, cuts; as bytes."""
 
 from __future__ import annotations
 

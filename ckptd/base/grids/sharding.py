@@ -1,4 +1,6 @@
-"""Distributed tensors as geometry: what each rank of a mesh holds, cut for cut as torch does it.
+"""DTensor geometry: what each rank of a mesh holds by its placements; who writes a cell.
+
+In it: FSDP over tensor parallelism; ambiguous placements.
 
 A placement says what one mesh dimension does to the tensor:
 

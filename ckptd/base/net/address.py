@@ -1,4 +1,8 @@
-"""Addresses: ``HOST:PORT``, paths of Unix sockets, URLs, and which of them are this machine."""
+"""Addresses (``HOST:PORT``, Unix sockets, URLs): parse, connect, listen, and errors of connecting.
+
+In it: hints when nothing listens, a name does not resolve or time runs out; which host is this
+machine; the backlog; the longest path of a socket.
+"""
 
 from __future__ import annotations
 

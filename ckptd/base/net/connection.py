@@ -1,4 +1,7 @@
-"""`Connection`: frames over a socket whose two ends are proved.
+"""`Connection`: frames, handshake and errors of a connection that is there; sizes of messages.
+
+In it: protocol version, versions refused, limits before and after proof; TCP keepalive, by which a
+dead peer is noticed.
 
 A frame is a fixed head (two lengths), a msgpack message, and raw bytes behind it, which pass
 between the connection and the caller's memory. Between hosts all of it goes through TLS 1.3, in

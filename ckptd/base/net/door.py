@@ -1,6 +1,8 @@
-"""`Door`: holds connections until both ends have proved themselves, then serves them.
+"""`Door`: server side that holds unproved connections (strangers), then serves a thread each.
 
-A connection that has not done so is a stranger. All listeners hold strangers in one way, which is
+In it: the most strangers and clients at once; what a full server answers.
+
+A connection that is not yet proved is a stranger. All listeners hold strangers in one way, which is
 `Strangers`: so many at once, then the oldest goes for the next one, and silence ends after seconds.
 So silent connections keep nobody out, and what they cost has a bound. Clients that have proved
 themselves have a bound of their own, and one more of them gets an answer: ``link-busy``.

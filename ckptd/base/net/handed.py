@@ -1,4 +1,6 @@
-"""Proofs that a launcher hands to the processes of its node, which do not have the secret.
+"""Proofs that a launcher hands to its node's processes, which do not get the job's secret.
+
+In it: variables that ranks do not inherit; how long the answer is awaited.
 
 A process asks over the launcher's Unix socket, where the kernel says which user it runs as. It gets
 a leaf of role ``rank`` or ``worker``, and the key that ranks have in common, for torch's store and

@@ -1,4 +1,4 @@
-"""`HttpClient`: asks one HTTP server, in answers of bounded size and streams of events.
+"""`HttpClient`: asks an HTTP or HTTPS server: answers of bounded size, streams of events.
 
 It is made of `http.client`: a client of a package would bring six others into every agent, take
 0.1 s to import, and must be made to bound an answer all the same.

@@ -1,4 +1,4 @@
-"""`DOORS`: which role may ask what of which server; the certificate of each end says its role."""
+"""Roles of processes (controller, agent, rank, worker, operator, reader): rights at each server."""
 
 from __future__ import annotations
 

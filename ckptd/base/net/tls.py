@@ -1,4 +1,7 @@
-"""TLS 1.3 between the processes of a job: both ends are proved by certificates of its authority.
+"""TLS 1.3 between processes of a job: authority made of the secret, leaf certificates, errors.
+
+In it: how long a leaf is valid; clocks that differ; what a foreign server or a wrong secret looks
+like; HTTPS.
 
 The authority is an Ed25519 key that HKDF (RFC 5869) makes of the secret, and a certificate in which
 nothing is random: all that know the secret have the same one, and nothing has to pass it on. With

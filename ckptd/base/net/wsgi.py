@@ -1,4 +1,4 @@
-"""Serves a WSGI application that needs no secret: to strangers alone, each for a few seconds."""
+"""Serves a WSGI application without a secret (metrics): most requests at once, seconds for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device files of accelerators, by which they are known without a driver or a library."""
+"""Accelerators without a driver: table of device files (``/dev/nvidia0`` ...) by vendor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding a node's agent, or starting it: one a job and node.
+"""Finds a node's agent or starts it: run folder (``CKPTD_RUN_DIR``), lock, socket, user check.
 
 The first process that needs it starts it. The socket lies in a folder that only this user can
 enter. A process that looks for the agent holds a lock meanwhile, and so does an agent that is about

@@ -1,4 +1,7 @@
-"""A word of rank 0 for calls that every rank makes alike, announced ahead so that none waits."""
+"""Words of rank 0 that the other ranks take ahead, so that no call waits for them.
+
+In it: how many calls ahead; how long it is waited.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels: how a trainer and its writing process talk.
+"""Channels between a trainer and its writing process: messages, descriptors; largest message.
 
 `SocketChannel` frames msgpack messages over a private Unix socket pair and can pass one file
 descriptor beside a message. `QueueChannel` is the same within one process, for stores that no

@@ -1,4 +1,4 @@
-"""Copies and comparisons of values in memory: native where a build of that is here."""
+"""Fast copies and comparisons of memory: native code, from which size on it is used."""
 
 from __future__ import annotations
 

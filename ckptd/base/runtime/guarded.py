@@ -1,4 +1,4 @@
-"""`GuardedMapping`: a file of a disk, mapped, and touched only while no process can shorten it."""
+"""`GuardedMapping`: a mapped file, touched only while no process can shorten it; file systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Facts of this machine: versions, settings, limits, file systems. Imports no framework."""
+"""The machine: memory and control groups, limits, mounts, versions, node name, address.
+
+In it: the environment that bug reports show, and which secrets are hidden; open files; the address
+towards other nodes (``CKPTD_BIND``).
+"""
 
 from __future__ import annotations
 

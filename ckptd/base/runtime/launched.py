@@ -1,4 +1,4 @@
-"""The side of our launchers that ranks see, for code that knows no launcher.
+"""View of the launcher for code that knows none: interrupts and aborts of a generation.
 
 A session ends a generation wherever the main thread is. What holds on to things says here what is
 not to be cut short, and what waits or copies looks here whether the generation has ended.

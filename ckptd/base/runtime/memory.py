@@ -1,4 +1,4 @@
-"""Memory of this process: read while another thread may free it, its pages mapped and dropped.
+"""Memory of this process: safe reads, pages mapped and dropped, writes counted by the kernel.
 
 Its pages are watched too: which were written since a look, as the kernel counts it (`Pages`).
 """

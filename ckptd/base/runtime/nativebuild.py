@@ -1,4 +1,4 @@
-"""Native code, compiled where it is used: builds lie in a folder of the user's."""
+"""Compiles native code where it is used: folder of builds (``CKPTD_BUILDS``), locks, time limit."""
 
 from __future__ import annotations
 

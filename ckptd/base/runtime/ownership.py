@@ -1,4 +1,4 @@
-"""Objects that belong to one process, and objects that serve one call at a time.
+"""Objects of one process (after a fork), calls that may not overlap: refusals and their errors.
 
 A forked child has a copy of every object of its parent: the same descriptors, the same shared
 memory, and none of the threads. Bytes that the child sends over an inherited socket arrive as a

@@ -1,4 +1,4 @@
-"""Python's garbage collector: held while objects come in a burst, kept from what stays.
+"""Python's garbage collector: paused while many objects are made, kept from what stays.
 
 Walking a state, planning and decoding a manifest make tens of thousands of objects that all live
 on for a moment. That sets off full collections, which visit every object of the training process:

@@ -1,4 +1,4 @@
-"""Worker threads for one pass: groups of small tasks, stopped by the first error, watched."""
+"""Pools of threads for one pass: small tasks, stopped by the first error; number of cores."""
 
 from __future__ import annotations
 

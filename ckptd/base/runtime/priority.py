@@ -1,4 +1,4 @@
-"""Work that others are to go before: the processor is theirs where both want it."""
+"""Priority (nice) of threads that work in the background."""
 
 from __future__ import annotations
 

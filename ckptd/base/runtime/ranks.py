@@ -1,4 +1,7 @@
-"""Agreement between ranks over a board: which one failed, so that none waits for a dead one.
+"""`Board`: ranks agree, wait for each other, notice dead or stalled ones; error of failed ranks.
+
+In it: seconds without progress after which a wait ends, heartbeat of ranks, how many errors of
+ranks are shown.
 
 A wait ends when its value comes, when the awaited rank says that it gives up, when its process is
 gone (seen on the same host only), or when it made no progress for `stall_s` seconds. Time alone

@@ -1,4 +1,4 @@
-"""`SpareMemory`: what one read has received into, for the next read of this process."""
+"""`SpareMemory`: memory of one read, kept for the next; huge pages."""
 
 from __future__ import annotations
 

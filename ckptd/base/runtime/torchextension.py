@@ -1,4 +1,4 @@
-"""Native code against the PyTorch that is installed.
+"""Native code against the installed PyTorch: its ABI, headers and compile command.
 
 PyTorch is not imported here: some of what is built must be loaded before it.
 """

@@ -1,4 +1,4 @@
-"""Common parts of ckptd's communication hooks for DDP."""
+"""Common parts of ckptd's communication hooks for DDP; the mean as DDP makes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The abilities of each kind of device: one table over the modules that torch has for them.
+"""`DeviceKind`: what each kind of device can do: streams, free memory, page locks, random state.
+
+In it: the libraries of drivers by kind; graph captures.
 
 A kind is a type of `torch.device`: ``cuda`` (of NVIDIA, and of AMD under ROCm), ``xpu``, ``npu``,
 ``mtia``, ``mps``, or the name under which a vendor registered PrivateUse1. What torch has alike for

@@ -1,4 +1,6 @@
-"""Keeps the workers of data loaders alive through the signals that ask their trainer for a save.
+"""Data loader workers: kept alive through signals (SIGTERM) that ask their trainer for a save.
+
+In it: which modules' workers; which signals.
 
 Schedulers signal every process of a job (Slurm, systemd, ``kill -- -PGID``). Workers of a loader
 would die of that, and torch raises in the trainer before it comes to the save. So a worker that

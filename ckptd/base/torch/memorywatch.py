@@ -1,4 +1,6 @@
-"""Watching memory for writes to tensors that are not yet copied, whether torch counts them or not.
+"""Watches memory for writes to tensors not yet copied: whole, by samples, by the kernel's pages.
+
+In it: up to which size memory is compared whole; resized storages.
 
 Where the kernel counts writes (`ckptd.base.runtime.memory`), pages that are one tensor's alone are
 watched by it; other memory is compared, whole or by samples (`SpanWatch`). Memory that a storage

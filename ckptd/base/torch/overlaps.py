@@ -1,4 +1,4 @@
-"""Tensors that lie over one another in memory."""
+"""Tensors that lie over one another in memory; an image of what both would hold."""
 
 from __future__ import annotations
 

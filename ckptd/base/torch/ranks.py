@@ -1,4 +1,7 @@
-"""The board of a distributed job: the store that `init_process_group` already made."""
+"""`JobBoard`: board over torch's own store, its keys proved; agreements, trees, hosts of ranks.
+
+In it: intervals of polling; fan-out of the tree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch dtypes and the format's names for them; tensors as raw bytes, and where they lie."""
+"""torch dtypes by the format's names, tensors as raw bytes; tests for DTensor, FSDP, subclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verbs that run and control a job.
+"""Verbs `run`, `controller` and `ctl`; the names that plugins use of them.
 
 The names below are what plugins use of them, imported on first use.
 """

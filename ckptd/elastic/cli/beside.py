@@ -1,4 +1,4 @@
-"""Interface of the watch beside ``ckptd run``; the slice `monitor` is the part ``watch``."""
+"""Interface of what watches beside ``ckptd run``: watcher and daemon, the part ``watch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``ckptd controller``: decides what a job trains on, and keeps its membership log."""
+"""``ckptd controller``: its options, a job's shapes and memory for the policy, its limits.
+
+In it: options that become `JobSpec` and `ControllerSettings`; the document that ``--json`` prints.
+"""
 
 from __future__ import annotations
 

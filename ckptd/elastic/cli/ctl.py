@@ -1,4 +1,8 @@
-"""``ckptd ctl``: what a job that restarts is doing, and orders to its controller."""
+"""``ckptd ctl``: prints a job's status (table of nodes, recoveries), sends orders of a person.
+
+In it: columns and texts of ``ctl status``; how long an answer is awaited; restart, exclude, drain,
+add, pause, resume, stop.
+"""
 
 from __future__ import annotations
 

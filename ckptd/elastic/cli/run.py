@@ -1,4 +1,9 @@
-"""``ckptd run``: torchrun's command line, for jobs that go on when ranks and nodes are lost."""
+"""``ckptd run``: options of torchrun and of the job, help texts, the launcher of this node.
+
+In it: options without effect; ranks for each node (auto, cpu, gpu); the default time in which
+sessions leave a generation, and its range; which options reach the controller; signals; last words
+on the console.
+"""
 
 from __future__ import annotations
 

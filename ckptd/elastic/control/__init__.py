@@ -1,4 +1,4 @@
-"""Decisions of a job: its state machine, the controller around it, and what it remembers."""
+"""Decisions of a job: state machine, the controller around it, history, status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writing the membership log from an event loop: durable before anybody acts on it."""
+"""Appends to the membership log from the controller's event loop; repeats after store errors.
+
+In it: pauses between tries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The controller: events in, decisions out, in one order.
+"""The controller: takes events one by one, has them decided, and carries the actions out.
+
+In it: how often it looks at the clock; the part of a lease that it grants; how often operators get
+a new status; which events operators and nodes may send, and their checks.
 
 It drives a `StateMachine`. Every event goes through one queue; the actions that follow from it are
 carried out before the next event is looked at, and a record is durable in the membership log before

@@ -1,4 +1,7 @@
-"""The memory of a controller, for people: changes of state, recoveries, goodput, sentences.
+"""History for people: recoveries and their parts, goodput, mean time to recover and between faults.
+
+In it: how many recoveries and notes are kept; over how many faults means are taken; the log file of
+changes of state.
 
 `Goodput` and `Splitter` are pure: made of changes of state, committed steps and marks of workers.
 """

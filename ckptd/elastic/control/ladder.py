@@ -1,4 +1,4 @@
-"""How deep the next restart goes, and when restarting is given up."""
+"""Levels of a restart: in the process, workers, launchers, the job; after how many it gives up."""
 
 from __future__ import annotations
 

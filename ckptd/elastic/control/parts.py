@@ -1,4 +1,4 @@
-"""The part of a generation that each node gets: its own, never that of all ranks."""
+"""Cuts a generation into the part of each node: ranks, slots, which node hosts the job store."""
 
 from __future__ import annotations
 

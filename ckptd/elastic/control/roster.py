@@ -1,4 +1,7 @@
-"""The nodes, as a controller knows them."""
+"""Nodes as the controller knows them: seen, silent, faulty, left out for how long, usable slots.
+
+In it: how the time that a faulty node is left out doubles, and how often at most.
+"""
 
 from __future__ import annotations
 

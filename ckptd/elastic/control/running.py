@@ -1,4 +1,8 @@
-"""A whole controller: from its log and its seat to its end."""
+"""Runs a whole controller: opens the log, takes the seat of the leader, sees its nodes off.
+
+In it: how long it tries the store at its start; how often it looks whether another leads; how long
+it lingers after the end; signs of life for launchers that do not hear it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The decisions of a controller: a state machine without clocks, sockets or files.
+"""State machine of a job: from events (lost, ended, late, orders) to the next generation.
+
+In it: what is done in each state, its deadline, and the sentences that explain it; which faults
+blame a node; when a job grows, shrinks, pauses, ends.
 
 RUNNING, SUSPECT, FENCE, PLAN, RESHARD, RESUME, and aside of them PARKED, DONE and ABORTED. Every
 state has a deadline, and a fault in any of them leads back to FENCE with a new generation: a second

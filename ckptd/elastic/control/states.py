@@ -1,4 +1,8 @@
-"""The states of a job, what its controller waits for, and one line for each change."""
+"""States of a job; `ControllerSettings`, all deadlines and limits with defaults; exit codes.
+
+In it: time until a silent node is lost, of a lease, a save, a fence, of gathering nodes; how many
+restarts; after which exit codes a job is not restarted.
+"""
 
 from __future__ import annotations
 

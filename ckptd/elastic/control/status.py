@@ -1,4 +1,4 @@
-"""The status of a job, out of what its controller knows."""
+"""Makes the status that people see (`Status`, a row for each node) of what the controller knows."""
 
 from __future__ import annotations
 

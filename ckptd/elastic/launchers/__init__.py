@@ -1,4 +1,4 @@
-"""Launchers: starting workers on a node, and the API of plugins that start nodes.
+"""Launchers: starting workers on a node; public names for plugins of schedulers.
 
 The names are imported on first use: a command line that only prints its help pays for none.
 """

@@ -1,4 +1,4 @@
-"""`Launcher`: what starts node launchers on machines, and knows which machines there are.
+"""`Launcher`: what a scheduler's plugin implements: start, stop, list machines, replace, requeue.
 
 One class a scheduler. A job needs one only from level 2 on: below it, what is restarted are the
 workers of launchers that go on. `ckptd.testing.launchers.LauncherContract` has the tests that each

@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's, and what ckptd adds."""
+"""Environment variables of a worker: torchrun's (RANK, MASTER_ADDR, OMP_NUM_THREADS), ckptd's."""
 
 from __future__ import annotations
 

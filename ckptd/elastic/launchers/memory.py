@@ -1,4 +1,6 @@
-"""Whether a worker was killed for lack of memory, by what the kernel counts and logs.
+"""Out-of-memory kills: finds a killed worker in cgroup counters and the kernel's log.
+
+In it: the message: memory that the worker held, and what its control group may use.
 
 A process that gets SIGKILL cannot say why. The kernel counts its kills for lack of memory, for each
 control group and for the machine, and logs the process; how much memory a worker held is looked at

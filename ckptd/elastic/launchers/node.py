@@ -1,4 +1,7 @@
-"""A node's launcher: does what the controller orders, with the workers of one node.
+"""`NodeLauncher`: fences, starts and ends workers of one node as the controller orders; lease.
+
+In it: heartbeat interval, time to end at a signal (grace), when it gives the controller up, silence
+after which it looks for another; what is reported of workers that ended.
 
 All state is of one thread. Others, which receive from the controller and the workers, put each
 message into its inbox.

@@ -1,4 +1,4 @@
-"""The name of a node, held by one launcher of the job on this machine."""
+"""Name of a node, locked so that two launchers of a job on one machine do not have the same."""
 
 from __future__ import annotations
 

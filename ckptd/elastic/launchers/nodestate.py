@@ -1,4 +1,7 @@
-"""The state of a node of a job: its fence, its generation, and how its workers have ended."""
+"""State of a node: fence, generation, ended workers, its place in the network (rack, topology).
+
+In it: ``CKPTD_TOPOLOGY``, Slurm's topology, devices out of use, what each heartbeat says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where workers write: the console, or files that are shown on it, and torch's error files."""
+"""Output of workers: log files and folders, console with prefixes, torch's error files.
+
+In it: options ``-r`` and ``-t``; how often files are looked at; longest line shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the workers of a node have come in their generation, for the controller."""
+"""Progress of a node's workers in a generation: spawned, imported, loaded, steps."""
 
 from __future__ import annotations
 

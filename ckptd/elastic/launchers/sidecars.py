@@ -1,4 +1,8 @@
-"""Processes that run beside a node's workers: above all the job's controller."""
+"""Processes beside a launcher (sidecars): starts, watches, restarts, ends the job's controller.
+
+In it: pauses before a controller is started again, when it counts as hung, how long it has to end,
+how much of its log is shown.
+"""
 
 from __future__ import annotations
 

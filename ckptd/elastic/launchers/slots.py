@@ -1,4 +1,7 @@
-"""`NodeSlots`: which devices of a node its ranks use, and which of them are out of use."""
+"""`NodeSlots`: devices of a node by slot, CUDA_VISIBLE_DEVICES and its like, failed devices.
+
+In it: which errors are of a device; after how many failures it is out of use.
+"""
 
 from __future__ import annotations
 

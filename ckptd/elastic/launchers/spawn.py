@@ -1,4 +1,7 @@
-"""A launcher's end of its zygote: starting it, ordering processes, hearing of their ends."""
+"""Launcher's end of its zygote: starts it, orders processes, hears of their ends.
+
+In it: the zygote's command line and variables; how long it has to end.
+"""
 
 from __future__ import annotations
 

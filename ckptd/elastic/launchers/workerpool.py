@@ -1,4 +1,8 @@
-"""The processes of a node: the zygote, the workers that it forks, and the job store's host."""
+"""`WorkerPool`: processes of a node: zygote, forked workers, the host of the job's store.
+
+In it: what happens when the zygote dies, and the pause before the next; when one that does not get
+ready is given up.
+"""
 
 from __future__ import annotations
 

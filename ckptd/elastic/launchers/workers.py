@@ -1,4 +1,4 @@
-"""The workers of a node: processes of their own groups, killed for sure and known to be dead."""
+"""`Worker`: one process and its group: signals, SIGKILL, whether it is dead or stopped."""
 
 from __future__ import annotations
 

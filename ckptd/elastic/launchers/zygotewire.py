@@ -1,4 +1,4 @@
-"""Messages between a launcher and its zygote, over a socket pair."""
+"""Messages between launcher and zygote: fork, reap, ready, forked, exited."""
 
 from __future__ import annotations
 

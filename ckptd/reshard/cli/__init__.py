@@ -1,1 +1,1 @@
-"""Verbs on layouts: check, draw, reshard, and what the layout policy would do."""
+"""Verbs on layouts: `reshard`, `export`, `lay`."""

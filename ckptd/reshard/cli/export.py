@@ -1,4 +1,4 @@
-"""``ckptd export``: weights as Hugging Face safetensors."""
+"""``ckptd export``: options, prints and JSON of an export to Hugging Face safetensors."""
 
 from __future__ import annotations
 

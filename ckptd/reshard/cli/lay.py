@@ -1,4 +1,4 @@
-"""``ckptd lay``: check, format and draw layout programs."""
+"""``ckptd lay check``, ``fmt``, ``show``: options, prints, comparison with stored shapes."""
 
 from __future__ import annotations
 

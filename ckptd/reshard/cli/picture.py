@@ -1,4 +1,6 @@
-"""Which rank holds which part of a tensor, as text and as SVG.
+"""Picture of which rank holds which part of a tensor, as text and SVG (``ckptd lay show``).
+
+In it: colors, legend, sizes; the most cells and ranks that are drawn.
 
 The drawing reads on light and on dark pages.
 """

@@ -1,4 +1,4 @@
-"""``ckptd reshard``: write a checkpoint of one layout as one of another."""
+"""``ckptd reshard``: options, what it prints of rules, costs and results, its JSON."""
 
 from __future__ import annotations
 

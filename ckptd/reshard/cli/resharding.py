@@ -1,4 +1,8 @@
-"""One run of ``ckptd reshard``; imported when it runs."""
+"""One run of ``ckptd reshard``: opens source and target format, combines, proves, runs.
+
+In it: the table of target formats; rules and sizes given on the command line; which shapes files of
+ranks state.
+"""
 
 from __future__ import annotations
 

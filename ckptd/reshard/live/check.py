@@ -1,4 +1,4 @@
-"""Samples of what moves: single elements, followed by arithmetic that knows nothing of the plan.
+"""Samples of what moves between live ranks, checked on arrival; how many go along.
 
 The giver picks elements of its tensors, works out where each must be on the taker, and sends
 place and value along. The taker looks there when everything has arrived. A wrong plan, on either

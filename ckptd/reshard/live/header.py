@@ -1,4 +1,4 @@
-"""Header of a stream, before its data: a table of types, numbers and samples.
+"""Header of a stream between live ranks: table of types, numbers and samples; its check.
 
 Both ends know its length from their plans. It holds facts that only the giver knows (which tensors
 it has, of which type), and values that prove that the two ends mean the same stream.

@@ -1,4 +1,4 @@
-"""Memory that tensors are taken from, or put into, on either end of a move."""
+"""Memory that tensors are taken from or put into in a move between live ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Live ranks to live ranks: tensors of one layout become those of another, without a disk.
+"""`Mover`: sends and receives tensors between live ranks: order, message sizes, buffers, budget.
+
+In it: what is done when another rank fails; sums and averages of replicas; fills; figures of the
+move.
 
 Every process knows its own part from the two layouts; none gathers or coordinates. Process p
 sends to p+1, p+2, ... and receives from p-1, p-2, ...: in each step every process has one to send

@@ -1,4 +1,4 @@
-"""Where experts lie: tables of them, and layout programs that say another table.
+"""Placement of experts: tables of which rank has which, and programs that say another one.
 
 A placement says for each coordinate of the mesh axis that experts are cut over (``ep``) which
 experts it has. In a program it stands as ``e@ep:at[...]``, a coordinate for each expert.

@@ -1,4 +1,4 @@
-"""Plan of one process's transfers to and from all others when live tensors change layout."""
+"""Plan of one process's transfers to all others: segments, windows, what each message holds."""
 
 from __future__ import annotations
 

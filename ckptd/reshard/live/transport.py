@@ -1,4 +1,4 @@
-"""Moving bytes between the live ranks of a job: the contract of transports.
+"""`Transport`: contract of what moves bytes between live ranks; the error for a rank that is gone.
 
 A transport carries messages from rank to rank, in order, and tells when a rank is gone. It knows
 nothing of tensors. `ckptd.testing.transport` has the tests that every transport has to pass.

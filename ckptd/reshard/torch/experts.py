@@ -1,4 +1,7 @@
-"""Experts that move between ranks while a job trains: `ExpertMove` and `move_experts`."""
+"""`ExpertMove`, `move_experts`: experts and their optimizer state move while a job trains.
+
+In it: price of a move; which states cannot be moved.
+"""
 
 from __future__ import annotations
 

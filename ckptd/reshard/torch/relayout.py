@@ -1,4 +1,7 @@
-"""`relayout`: the live tensors of one layout become those of another."""
+"""`relayout`: fills the live tensors of one layout from those of another, rank to rank.
+
+In it: checks that source and target share no memory; optimizer state that the target lacks.
+"""
 
 from __future__ import annotations
 

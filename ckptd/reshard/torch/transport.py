@@ -1,4 +1,4 @@
-"""Messages between ranks through torch.distributed, point to point."""
+"""Transport over torch.distributed (gloo, point to point); which of its errors mean a dead rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Folders that ``torch.distributed.checkpoint.load`` reads: a file a rank, and ``.metadata``.
+"""Writes folders of torch.distributed.checkpoint (DCP): a ``.distcp`` a rank, and ``.metadata``.
+
+In it: steps of optimizers; notes on what torch's load asks for and does not find.
 
 Each part of a tensor is an item of its own, a file of torch.save in the file of its rank. A tied
 tensor has an entry under each of its names, which share the items.

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: whole tensors in few files of safetensors, and an index."""
+"""Writes Hugging Face model folders: whole tensors in few files, the index, tied weights."""
 
 from __future__ import annotations
 

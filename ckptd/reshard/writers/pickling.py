@@ -1,4 +1,4 @@
-"""Writes pickles that name classes of torch, without importing it: the mirror of `read_pickle`.
+"""Writes pickles that name classes of torch without importing it; limits of what is plain.
 
 Protocol 2 alone, which is what ``torch.load(weights_only=True)`` takes. Plain values stay
 as they are; `Made` is an object of a class that is named and not imported.

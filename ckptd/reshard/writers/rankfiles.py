@@ -1,4 +1,4 @@
-"""A file a rank, with its local tensors under local names: the mirror of `open_ranks`.
+"""Writes a file a rank with local tensors, in safetensors or torch.save (Megatron and its like).
 
 What each rank of the target's layout holds is written as it holds it: cut, fused, replicated,
 packed into buffers. The layout's line ``files`` says which file is whose; the end of its name says

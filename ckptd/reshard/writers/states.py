@@ -1,4 +1,4 @@
-"""The state dict that a target represents: keys of its tensors, and its objects as values."""
+"""State dict of a target: nested keys of tensors, objects and optimizer groups as values."""
 
 from __future__ import annotations
 

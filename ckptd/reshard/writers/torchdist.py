@@ -1,4 +1,4 @@
-"""Megatron-core's torch_dist: a folder of DCP, the common state, and a file that says what it is.
+"""Writes Megatron-core's torch_dist: DCP folder, common state, ``metadata.json``, extra states.
 
 Tensors have the names of the target's layout; ``megatron.dist`` has those of Megatron.
 """

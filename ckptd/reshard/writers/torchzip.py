@@ -1,4 +1,4 @@
-"""Files of torch.save around bytes that come from elsewhere: the mirror of `TorchZip`.
+"""Zip container of torch.save around streamed bytes: alignment, checksums, directory.
 
 Nothing is compressed. Sizes are known before the first byte of a storage and checksums after its
 last one, so checksums stand behind it, and in the directory, as they do in torch's own files.

@@ -1,4 +1,6 @@
-"""DeepSpeed's universal folder, which ``load_universal`` loads on any number of ranks.
+"""Writes DeepSpeed's universal folder (``load_universal``); the version that it states.
+
+In it: file names, tag, groups, steps.
 
 Each parameter has a folder with a file for its 32-bit weight and one for each of its states, whole.
 What counts for all is in ``zero/optimizer_state.pt`` and in the file of the model, which DeepSpeed

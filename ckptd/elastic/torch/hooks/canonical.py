@@ -1,4 +1,4 @@
-"""Gradients that are bitwise equal whatever the number of data-parallel ranks.
+"""`CanonicalGradients`: gradients bitwise equal whatever the number of data-parallel ranks.
 
 All-reduce adds in an order that depends on the number of ranks. Here the micro-batches of a step
 are the leaves of one fixed binary tree (`ckptd.elastic.treesum`): each rank adds up the nodes that

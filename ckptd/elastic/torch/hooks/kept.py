@@ -1,4 +1,6 @@
-"""Gradient sums that outlive a generation: a step goes on where its ranks have left it.
+"""`KeptGradients`: keeps a step's gradient sums when a rank is lost, so the step goes on.
+
+In it: how many values are sampled to find a model that was changed; when sums are not usable.
 
 A rank that is lost takes along the micro-batches that it has computed, and no others: those of the
 ranks that are left are sums in their memory, of gradients that no collective has written. With

@@ -1,4 +1,6 @@
-"""Aggregation of gradients that a few wrong workers cannot steer, as hooks for DDP.
+"""Robust aggregation of gradients against wrong workers: median, trimmed mean, flag; DDP hooks.
+
+In it: the rules by name; rounds and tolerance of ``flag``.
 
 The mean of gradients takes every worker at its word: one that computes wrong moves it as far as it
 likes. These take the gradients of all workers instead, and make of them one that the majority

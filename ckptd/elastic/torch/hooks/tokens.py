@@ -1,4 +1,4 @@
-"""Gradients as sums over the tokens of the whole step, however they are shared out.
+"""Gradients as means over all tokens of a step: global count of tokens, scaling.
 
 Averages of averages weigh a token by its rank: with other ranks, or with padding that falls
 otherwise, the gradient changes. A sum divided by the global count does not.

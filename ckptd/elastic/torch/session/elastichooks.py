@@ -1,4 +1,7 @@
-"""Messages between a checkpointer and the launcher of its node."""
+"""Messages of a checkpointer to its launcher (committed, loaded), and its wish for a save.
+
+In it: checkpointers and publishers that are abandoned when a generation ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process groups of this process: cutting them off, all at once, and destroying them.
+"""Process groups of a generation: aborts them all at once (NCCL), destroys and forgets them.
 
 ``gloo`` has no abort; see `ckptd.elastic.torch.session.sockets`. Every other backend is taken to
 have one like that of NCCL, which may wait for its device: collectives of another group that still

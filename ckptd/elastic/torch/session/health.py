@@ -1,4 +1,4 @@
-"""A look at the devices of a process between two generations.
+"""Health check of devices between generations: a kernel on each, caches emptied.
 
 An error of a device may be sticky: every later call of the process fails with it, and only another
 process is rid of it. A process that went on would be found out in the next generation, which would

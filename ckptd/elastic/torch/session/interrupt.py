@@ -1,4 +1,6 @@
-"""Getting the main thread out of a generation, wherever it is.
+"""Interrupts the main thread out of a generation: signal, aborts of groups, closed sockets.
+
+In it: how often and after which time each means is tried; what is never cut short.
 
 What it may wait in, and what ends that:
 

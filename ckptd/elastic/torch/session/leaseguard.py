@@ -1,4 +1,4 @@
-"""No optimizer steps after the lease of its node is over, or in a generation that is left."""
+"""Guards optimizer steps: no step after the lease is over; exit with its own code."""
 
 from __future__ import annotations
 

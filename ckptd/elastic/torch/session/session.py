@@ -1,4 +1,8 @@
-"""A program that goes on in the same process when the ranks of its job change."""
+"""`session`: calls the training function in each generation, in one process; ends or goes on.
+
+In it: how long groups, copies and the next generation are waited for; when the process is ended
+instead; how a broken collective is reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sockets of this process's groups, so that a wait on them can be ended.
+"""Sockets of gloo's process groups: found as they are made, shut so that waits on them end.
 
 ``gloo`` has no abort: a collective whose peers are stopped, or have left, waits for its time-out,
 half an hour by default. It fails at once when its connections end, but for one hole: an operation

@@ -1,4 +1,4 @@
-"""The place of a rank in one generation of its job."""
+"""`World`: rank, size, shape and resume step of a generation, out of environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A process that has imported PyTorch, and forks workers that need not import it again.
+"""Zygote: a process with PyTorch imported that forks workers; what it preloads; unsafe to fork.
+
+In it: the list of modules imported ahead; which threads or initialised devices forbid forks.
 
 Importing takes longer than all else of a restart together. The zygote never has a second thread nor
 a device, which a fork would break: where it finds one it runs commands instead. Its launcher starts

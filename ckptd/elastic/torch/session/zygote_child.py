@@ -1,4 +1,7 @@
-"""Set-up of a fork of the zygote before it runs a program, and how it runs one."""
+"""Set-up of a forked worker: environment, streams, threads of BLAS, signals; runs the program.
+
+In it: exit codes where a program is not found; how an uncaught error is shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job store of one generation: its server, and a process that does nothing else."""
+"""Job store of a generation (TCPStore, MASTER_PORT): the process that serves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's layout: the program, bound to what the ranks of the job really hold.
+"""`BoundLayout`: a job's layout, bound to the shapes that its ranks hold; messages between ranks.
 
 Sizes follow from the shapes of all ranks, so ranks tell each other theirs once: a digest a rank,
 and each distinct description to all. From then on every rank knows what all others hold.

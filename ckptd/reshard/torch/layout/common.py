@@ -1,4 +1,4 @@
-"""Parts that a rank has in common with others, of each tensor of its layout.
+"""Replicas in a save under a layout: which parts of its tensors a rank shares with others.
 
 They do not depend on values, so the first save computes them for all; each
 save only makes views of its own tensors.

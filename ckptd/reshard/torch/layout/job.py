@@ -1,4 +1,4 @@
-"""Layouts as the core asks for them: of a job's states, in a save, in a load."""
+"""`StateLayouts`: the answers to what the core asks of layouts: of a state, save and load."""
 
 from __future__ import annotations
 

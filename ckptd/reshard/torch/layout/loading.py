@@ -1,4 +1,4 @@
-"""A load between layouts: what each live tensor wants from the checkpoint, and the names for it."""
+"""Load between layouts: what a live tensor wants of a checkpoint; missing, unexpected names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The layout program of a job, and how names of a state are made of the program's names."""
+"""Layout program that a job gives, and how names of its state are spelled from it.
+
+In it: layouts that a save refuses (quantized).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A state under a layout, for a save: rank-local tensors as parts of stored tensors.
+"""Save under a layout: rank-local tensors as parts of stored tensors; which rank writes which.
+
+In it: refusals of states that do not fit the layout.
 
 A rank holds cells of the stored tensors' grids, or ranges in cells; the writer of each is
 said by the layout, with the work spread over replicas. Tensors that the layout does not name, and

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, seen from the layout of a live job."""
+"""A checkpoint of any layout as source of a live load: its program, names, dtypes, scalars."""
 
 from __future__ import annotations
 

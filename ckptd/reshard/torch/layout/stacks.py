@@ -1,4 +1,6 @@
-"""Experts that a model of transformers 5 holds stacked, and its files hold one by one.
+"""Stacked experts (mixture of experts) of transformers 5, loaded from single ones; the families.
+
+In it: table of model families and their names of experts, gate and router.
 
 The classes of the experts' modules say which families these are, so that nothing is guessed from
 shapes: two stacks of one shape may have gate and up the other way round. What the two layouts that

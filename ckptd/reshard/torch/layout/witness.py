@@ -1,4 +1,4 @@
-"""The witness after a load between layouts: each value followed to where it must be now.
+"""Witness check after a load between layouts: stored sample values, looked for in live tensors.
 
 Positions are followed by the elements' own arithmetic (`ckptd.reshard.elements`), which has
 nothing in common with the planner: a wrong plan does not excuse itself.
