@@ -116,6 +116,11 @@ HOUSE = ROOT / "docs/design/house.md"
 READMES = sorted((ROOT / "ckptd").glob("**/README.md"))
 MOST_OF_A_README = 80  # without the list of files at its end
 FILES = "\n## Files\n\n"
+SOURCES = sorted(
+    path
+    for path in (ROOT / "ckptd").rglob("*.*")
+    if path.suffix in (".py", ".lay", ".js", ".cpp") and path.parent.name != "uplot"
+)
 WRITE_FILES = "WRITE_FILES=1 scripts/test tests/test_structure.py"
 SLICES = sorted(
     p.parent.name for p in (ROOT / "ckptd").glob("*/__init__.py") if p.parent.name != "events"
@@ -256,21 +261,29 @@ def test_the_page_of_a_slice_is_true_and_short(page: Path) -> None:
     ] == []
 
 
+def sentence_of(path: Path) -> str:
+    """Return the first sentence of a file's docstring or comment, with a paragraph `In it`."""
+    if path.suffix == ".py":
+        first, *more = (ast.get_docstring(tree_of(path)) or "").split("\n\n")
+        text = "\n".join([first, *(p for p in more[:1] if p.startswith("In it: "))])
+    else:
+        head = re.match(r"(?:(?:#|//) .*\n)+", path.read_text())
+        text = re.sub(r"(?m)^(?:#|//) ", "", head[0] if head else "")
+        text = re.split(r"(?<=\.)\s+(?=[A-Z])", text)[0]
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
 def file_rows(folder: Path) -> Iterator[str]:
-    """Yield a row for each module of a slice: the first sentence of its docstring, and `In it`."""
-    for path in MODULES:
+    """Yield a row for each file of a slice."""
+    for path in SOURCES:
         own = path.relative_to(ROOT / "ckptd").parts
-        inside = len(own) == 1 or own[0] == "events" if folder == ROOT / "ckptd" else None
-        if inside or (inside is None and path.is_relative_to(folder)):
-            first, *more = (ast.get_docstring(tree_of(path)) or "").split("\n\n")
-            text = " ".join([first, *(p for p in more[:1] if p.startswith("In it: "))])
-            text = " ".join(text.split()).replace("``", "`").replace("|", "\\|")
-            yield f"| `{path.relative_to(folder)}` | {text} |"
+        if folder.name == (own[0] if len(own) > 1 and own[0] != "events" else "ckptd"):
+            yield f"| `{path.relative_to(folder)}` | {sentence_of(path)} |"
 
 
 def files_of(folder: Path) -> str:
-    """Return the section of a slice's README that lists its modules."""
-    intro = f"The docstrings of the modules; after a change: `{WRITE_FILES}`."
+    """Return the section of a slice's README that lists its files."""
+    intro = f"What each file says of itself; `{WRITE_FILES}` renews the list."
     return "\n".join([FILES, intro, "", "| file | is |", "|---|---|", *file_rows(folder), ""])
 
 
@@ -278,9 +291,10 @@ def files_of(folder: Path) -> str:
 def test_the_page_of_a_slice_lists_its_files(page: Path) -> None:
     before, _, _ = page.read_text().partition(FILES)
     wanted = before + files_of(page.parent)
+    assert "|  |" not in wanted, "a file says nothing of itself"
     if os.environ.get("WRITE_FILES"):
         page.write_text(wanted)
-    assert page.read_text() == wanted, f"not the docstrings; renew with {WRITE_FILES}"
+    assert page.read_text() == wanted, f"not what the files say: {WRITE_FILES} renews it"
 
 
 @pytest.mark.parametrize("page", READMES, ids=lambda p: p.parent.name)

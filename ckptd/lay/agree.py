@@ -1,4 +1,4 @@
-"""Whether two layouts speak of the same tensors, and their stored forms if they do."""
+"""Whether two layouts speak of the same tensors; errors where spaces or axes differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The primitive: an interval of a dimension's sequence as strided boxes over axes.
+"""An interval of a dimension's sequence as strided boxes over axes (products, sums, padding).
 
 `sequence` looks a dimension up once (lengths, parts of splits) into a small tree of `Sequence`
 nodes; `boxes` walks it with an interval. What a dimension means is in ``docs/design/lay.md``.

@@ -1,4 +1,4 @@
-"""The sizes that were found for a layout, as statements that a program can keep."""
+"""The sizes that were found for a layout, written as ``let`` statements."""
 
 from __future__ import annotations
 

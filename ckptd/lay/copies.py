@@ -1,4 +1,6 @@
-"""Composition: what to copy between two layouts, for one chunk or for what one rank holds.
+"""`Composition`: what to copy between two layouts, for a chunk or a rank; cached templates.
+
+In it: how much of templates is kept.
 
 A target buffer falls into parts over the axes of families (`ckptd.lay.regions`), each part
 meets the source's rules (`ckptd.lay.meet`), and each meeting is cut by the grid of the

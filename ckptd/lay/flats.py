@@ -1,4 +1,4 @@
-"""Flats: which elements of which rank-local tensor lie where in which buffer.
+"""Flat buffers: packs tensors, closes buckets, alignment; which elements lie where.
 
 A buffer packs the rank-local tensors of a group, or single ones, one after the other; the ranks
 along the flat's mesh axis hold a part of it each. Everything here is linear in the tensors of one

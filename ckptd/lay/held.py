@@ -1,4 +1,4 @@
-"""Which intervals of a dimension's stored sequence the coordinates of a mesh hold.
+"""Which intervals of a dimension each mesh coordinate holds, computed as arrays.
 
 The stored sequence is the one without splits. A split takes a contiguous part of what is left, so
 what one coordinate holds is a rising list of intervals, the *segments*. They are computed for all

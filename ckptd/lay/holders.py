@@ -1,4 +1,4 @@
-"""All ranks that hold a cell, without a list of them, and which of them gives it to which rank."""
+"""Ranks that hold a cell (replicas), and which of them gives it to which rank (a hash)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indexes in names: which numbers a rank's tensors have, and how names are written."""
+"""Numbers in names (``{l@pp}``): which a rank has, local and global ones; writes names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live ranks to live ranks: what a rank takes from each other rank, and what it gives to it.
+"""Live ranks: what a rank takes from and gives to each other one; averages of replicas.
 
 Each rank computes its own part. Which of several replicas gives is a pure function
 (`ckptd.lay.holders.choose`), so both sides come to the same transfers without a word.

@@ -1,4 +1,4 @@
-"""Contents of one rank: names and shapes of its tensors and buffers, and their pieces."""
+"""Tensors and buffers of one rank: names, shapes, types, and pieces in buffers."""
 
 from __future__ import annotations
 

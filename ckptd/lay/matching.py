@@ -1,4 +1,6 @@
-"""Names that were found, and the rules that they belong to.
+"""Matches found names with rules: the first that matches, parameters, states, scales, buffers.
+
+In it: limit of comparisons.
 
 Matching is by one expression a rule. Rules without globs are looked up by the text between their
 numbers; which of the others can match at all is decided once for all names that differ in their

@@ -1,4 +1,4 @@
-"""Where a part of a target meets the rules of a source.
+"""Where a part of a target meets a source's rules: copies as lattices, cut by the source's grid.
 
 In stored form a rule has no splits, so each family lies in its tensor as one lattice a dimension.
 A part of a target, a box over the same axes, is then a lattice in the source as well: a *meeting*

@@ -1,4 +1,4 @@
-"""Which tensors a rank holds, in which order, and which buffers of its flats they lie in."""
+"""Which tensors of a rank lie in which flat buffer: groups, order, numbers of buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holders of something: coordinates on some mesh axes, and all ranks that have them."""
+"""Coordinates on some mesh axes, and the ranks that have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Promise of each rule about the values that go through it: exact, a choice, lossy."""
+"""Promise of each rule about values: exact, exact up to fill, choice, lossy; which casts widen.
+
+In it: table of types: bits of significand and exponent, integers.
+"""
 
 from __future__ import annotations
 

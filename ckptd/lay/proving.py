@@ -1,4 +1,4 @@
-"""Proof that a plan writes each element of its target exactly once.
+"""Proof that a plan writes each element of its target exactly once, by counting.
 
 Nothing of how the plan was made is used, only its blocks and fills. Every place is counted; where
 all of them begin and step in multiples of some unit (a row, mostly), units are counted instead.

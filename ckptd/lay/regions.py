@@ -1,4 +1,4 @@
-"""Where a box of a tensor lies in its families, and in its buffer.
+"""A box of a tensor, or a range of a buffer, as parts of its families and fills.
 
 A tensor is stored, or local to a rank; either way its dimensions are sequences. A box of it falls
 into *parts*, each a box over the axes of one family, and into fills.

@@ -1,4 +1,4 @@
-"""Replicated parts of tensors: those whose values must be equal on all ranks that hold them.
+"""Replicas that must be equal (``same``): parts of tensors that several ranks hold.
 
 A mesh axis that a rule does not mention holds replicas of the whole tensor. One that cuts some
 branches of a sum holds replicas of the others; and ranks that pack a tensor into buffers of

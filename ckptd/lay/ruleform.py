@@ -1,4 +1,4 @@
-"""One equation in stored form: its dimensions without splits, and the holders of their parts."""
+"""One equation in stored form: shape, numbers, grid, owners and holders of its parts."""
 
 from __future__ import annotations
 

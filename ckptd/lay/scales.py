@@ -1,4 +1,4 @@
-"""Tensors of scales: one number for each block of a quantized tensor."""
+"""Tensors of scales of quantized parameters: names, shapes, types, a second scale for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stored form of a layout: what a checkpoint of it holds, whatever the ranks.
+"""`StoredForm`: tensors, grids and owners of a checkpoint of a layout, whatever the ranks.
 
 Splits are taken out of the rules and numbers in names are global. What ranks hold are cells of a
 rectilinear grid, and each cell belongs to the lowest rank that holds it. Grids and owners are made

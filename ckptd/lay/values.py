@@ -1,4 +1,4 @@
-"""Changes of values between two rules: casts, scales, averages, quantization."""
+"""`Values`: casts, scales, averages, quantization between two rules; how optimizer states scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parts of published tensors: checked against the slot that they are asked of, and gathered."""
+"""Parts of published tensors on the server: checked, gathered, cast, digests of blocks.
+
+In it: size of a block; deltas applied on arrival.
+"""
 
 from __future__ import annotations
 

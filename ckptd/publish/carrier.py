@@ -1,4 +1,4 @@
-"""Another way for the bytes than a server's socket: the contract of carriers.
+"""`WeightCarrier`: contract of another way for the bytes than a server's socket.
 
 Servers always say which version there is, and which ranks hold it. A carrier brings the parts
 of tensors themselves: over a process group, or by a device's or a network's own means. It reads a

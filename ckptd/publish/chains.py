@@ -1,4 +1,6 @@
-"""The changes from one version to a later one, as a rank's server has them.
+"""`DeltaBook`: changes kept from version to version, within a budget; joined for older workers.
+
+In it: how many versions back; which blocks are kept.
 
 A slot that is filled is not the one of the version before, so both lie in memory for a while: what
 changed in a block is found then, once, and kept within a budget. Deltas of successive versions are

@@ -1,4 +1,7 @@
-"""A rank's side of its publish server: starts it, hands it slots, learns where versions go."""
+"""A rank's side of its publish server: starts the process, hands it slots, asks for places.
+
+In it: how long it may take to start, answer and leave.
+"""
 
 from __future__ import annotations
 

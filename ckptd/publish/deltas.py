@@ -1,4 +1,6 @@
-"""The change of a block of values, in as few bytes as that takes; exact to the bit.
+"""Encoding of a changed block: sparse, byte planes, whole, compressed; which form is smallest.
+
+In it: from which share of changed elements on a form is not tried.
 
 A delta is the XOR of a block's old and new bytes, so NaNs, signs of zeros and types without
 arithmetic are as any other bits, and deltas of successive versions are joined without

@@ -1,4 +1,6 @@
-"""A worker's way to versions in a store: no connection to the trainer, the same pull after it.
+"""Worker without a trainer's connection: reads versions from a store into mirrors of its ranks.
+
+In it: how often it looks; sizes of requests and gaps; how many mirrors are kept; damaged objects.
 
 For each rank of the trainer that a worker takes something of there is a *mirror*: that rank's slot
 as far as the worker needs its blocks, in memory. Objects bring it to a version, each block is

@@ -1,4 +1,7 @@
-"""A worker's connection to one server of a publisher."""
+"""`ServerLink`: a worker's connection to a server: questions, answers, digests, mapped slots.
+
+In it: times of connecting; lease of a held version and how often it is renewed.
+"""
 
 from __future__ import annotations
 

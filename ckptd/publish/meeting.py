@@ -1,4 +1,4 @@
-"""How workers find a publisher: a file in a folder that all see, or the address of rank 0's server.
+"""How workers find a publisher: folder, address (``tcp://``) or store, and the secret's file.
 
 What stands in the file is not trusted: it leads to a server, which has to prove that it knows the
 job's secret before anything else is believed.

@@ -1,4 +1,6 @@
-"""Messages of publishing: between a trainer's rank and its server, and of workers to servers.
+"""Messages of publishing, and their limits: rank and server, worker and server, worker and worker.
+
+In it: protocol names; how long a server waits for its address.
 
 What workers send is bounded before anything is made of it: a worker has proved that it knows the
 job's secret, and may still have another version of the program.

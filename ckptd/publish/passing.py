@@ -1,4 +1,6 @@
-"""Workers pass on to workers what they have pulled, so that a trainer sends it once.
+"""Workers pass on what they pulled to workers of the same layout (a tree), so a trainer sends once.
+
+In it: when a worker that is late or stuck is passed over; most connections.
 
 Workers of one layout that hold one version ask the trainer the same questions. So what is passed on
 are answers, as they came: to whom asks the same, nothing is gathered, cast or compared again. The

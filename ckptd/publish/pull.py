@@ -1,4 +1,6 @@
-"""Plan, fetch and apply one worker's share of a published version.
+"""A worker's pull: plans parts, fetches in parallel lanes, checks digests, applies; bytes counted.
+
+In it: size of messages, of what is kept; how many servers at once; overflow of casts.
 
 The worker knows both layouts, so it knows for each of its tensors which strided parts of which
 rank's tensors it is made of. It asks for just these parts. Where a server is on the same host the

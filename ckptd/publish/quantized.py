@@ -1,4 +1,4 @@
-"""A worker's tensor that is held quantized, with the tensor of its scales.
+"""Worker's tensors held quantized: scales from maxima of all ranks; forms that are refused.
 
 The blocks that have a scale each are those of the tensor as this rank holds it, counted from its
 own first element: so the kernels that use it look them up. A block's scale follows from its largest

@@ -1,4 +1,7 @@
-"""The process that serves the versions of one rank of a trainer, while the rank trains on.
+"""`PublishServer`: process that serves a rank's versions and stores them; lingers after it.
+
+In it: of how many versions digests are kept; time limits of greeting, sends and orders; most
+connections.
 
 It shares the slots with its rank, so no version is copied and no lock of the trainer's interpreter
 is taken. On the same host it passes the memory itself to a worker; to other hosts it sends the

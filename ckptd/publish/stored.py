@@ -1,4 +1,6 @@
-"""Versions as objects of a store: their names and records, and what ranks' servers write.
+"""Versions as objects of a store: names, records, shares; who may write a place; what is deleted.
+
+In it: sign of life of a publisher, after which silence it is gone; how often stored.
 
 A version is there when its manifest is, which rank 0's server creates once all ranks have written
 their shares. A share is one object or two: what changed since the version before in the store, and

@@ -1,4 +1,4 @@
-"""Tiles: what of a tensor has one scale, as the parts of it see them that servers are asked for.
+"""Tiles: the parts of a tensor that have one scale each: maxima and quantization on the server.
 
 A server knows no layout. A part that it is asked for says itself where its dimensions enter the
 next tile, and so the server finds the largest magnitude of each tile's share, and quantizes the

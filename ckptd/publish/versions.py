@@ -1,4 +1,6 @@
-"""Which version of the weights is in which slot: decided in one place for all ranks of a trainer.
+"""`VersionTable`: which version is in which slot, holds of workers and leases, skipped versions.
+
+In it: the reason that is given where a version gets no slot.
 
 A publisher has a few slots on every rank, and one version lies in the same slot on all of them.
 Rank 0's server keeps this book. What every rank has sealed is *whole*; a worker holds a whole

@@ -1,4 +1,4 @@
-"""Checkpoints of any format as named tensors and objects. No torch.
+"""Checkpoints of any format as named tensors and objects; names for plugins; no torch.
 
 The names below are what plugins use, to read a checkpoint and to add a format. They are imported
 on first use: a program that imports a module here pays for that one.

@@ -1,4 +1,7 @@
-"""Interface of readers of foreign formats, and their result: a table of pieces, and metadata.
+"""`FormatReader`, `Foreign`, `Listing`: a format's interface; files that changed while read.
+
+In it: limits of names and values kept; file systems whose inodes are not trusted; step from a
+folder's name; values as JSON.
 
 A format is one module with one `FormatReader`. It reads metadata and never a tensor's bytes;
 `ckptd.readers.twin` makes a checkpoint of its table, and everything that works on a checkpoint

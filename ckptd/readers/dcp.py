@@ -1,4 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint: ``.metadata`` and files of items.
+"""Reads torch.distributed.checkpoint (DCP): ``.metadata`` and files of items.
+
+In it: largest small value that is kept; types; reformulated shapes of flat tensors.
 
 The metadata says of each part of a tensor its box, its file, and the span of its item there. An
 item is a zip of torch.save, whose head is read when the part is, or a safetensors file.

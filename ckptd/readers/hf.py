@@ -1,4 +1,4 @@
-"""Folders and files of safetensors, as Hugging Face libraries write them: whole tensors.
+"""Reads safetensors of Hugging Face: index, whole tensors, DCP's shards, files of ranks.
 
 Shards that DCP wrote for Hugging Face say in their header where in the whole each tensor lies, and
 not how large the whole is: shapes follow from the files that are there. A file that is missing

@@ -1,4 +1,6 @@
-"""Hints of a model's files at its layout: a shipped one by name, and sizes that shapes hide.
+"""Layout hints: which shipped layout a model's ``config.json`` or Megatron's arguments mean, sizes.
+
+In it: table of model types.
 
 A hint is a program as a checkpoint keeps it: the line ``# layout NAME``, and statements.
 """

@@ -1,4 +1,4 @@
-"""The cache of the Hugging Face hub, where a model is a folder of links.
+"""Hugging Face hub cache: follows its links from ``snapshots`` into ``blobs``, and no others.
 
 ``models--NAME/snapshots/REVISION`` has a link for each file, into ``models--NAME/blobs``. A store
 follows no link out of its folder, since the maker of a checkpoint could have anything read as a

@@ -1,4 +1,4 @@
-"""Megatron-core's torch_dist: a folder of DCP, ``metadata.json``, and what is common to all ranks.
+"""Reads Megatron-core's torch_dist: stacked layers, common state, optimizer buckets.
 
 Names are Megatron's own, layers stacked (``decoder.layers.mlp.linear_fc1.weight`` of shape
 ``[layers, ...]``) or one by one; a layout program says what they are.

@@ -1,4 +1,6 @@
-"""Pickles without Python's own unpickler: nothing is imported, called or allocated ahead.
+"""Safe unpickler: classes that are refused as unsafe, tensors of torch, limits of size and time.
+
+In it: tensors of kinds that are not read, and hints; small arrays of numpy.
 
 A pickle is a program that may call any function. Here every class that it names is an inert
 `PickledObject`, a few constructors of torch make `PickledTensor`, and the rest is data. A pickle

@@ -1,4 +1,6 @@
-"""Files of torch.save: one, the shards of a model, or a file a rank whose tensors are DTensors.
+"""Reads torch.save files: one, shards, a file a rank (DTensor, ShardedTensor); rank in file names.
+
+In it: files beside that are left out; replicas compared, and up to which size.
 
 A DTensor says which box of the whole its local tensor is: its mesh, the rank's place in it, and how
 each dimension is split over it.

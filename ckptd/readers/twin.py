@@ -1,4 +1,6 @@
-"""A foreign checkpoint as a root of ckptd: a store that is only read.
+"""`ForeignRoot`: a foreign checkpoint as a read-only root: manifest, data files, strided reads.
+
+In it: how large a non-contiguous tensor may be that is gathered; names turned into keys.
 
 From a reader's table it makes a manifest and the records around it, and one data file for each
 file that it finds. Offsets in a data file follow from the manifest, as always; this store turns

@@ -1,4 +1,4 @@
-"""Zips as torch writes them: nothing compressed, so that a tensor is a range of the file.
+"""Zip container of torch.save: directory, entries, zip64; limits of entries and directory.
 
 The directory at the end and the local headers of what is used are read, and nothing else. A file
 of DCP holds one zip after the other; each is a span of the file.

@@ -1,1 +1,1 @@
-"""Contract tests and helpers that authors of stores, readers and plugins use in their own tests."""
+"""Contract tests and helpers that authors of stores, launchers, carriers, transports use."""

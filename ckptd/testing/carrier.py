@@ -1,5 +1,8 @@
 """`CarrierContract`: the tests that every carrier of published weights passes.
 
+In it: the layouts, casts and quantization that it tries; dead publishers and workers; its time
+limit.
+
 A carrier's author subclasses it with one function of a module, which every rank calls with the
 ranks of the default group that publish::
 

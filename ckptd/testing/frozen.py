@@ -1,4 +1,4 @@
-"""The last module that the process imports from which ranks are forked.
+"""Garbage collector frozen in the process that ranks are forked from; its last import.
 
 A collection in a rank that visited all that is imported would copy its memory: 0.2 s of CPU each.
 """

@@ -1,5 +1,7 @@
 """`LauncherContract`: the tests that every launcher plug-in passes.
 
+In it: names of nodes that must be refused; its time limit.
+
 An author subclasses it with one fixture::
 
     class TestMine(LauncherContract):

@@ -1,4 +1,4 @@
-"""Many writers that create one key at the same moment, in threads and in processes."""
+"""Races of many writers, threads and processes, that create one key at once; their time limit."""
 
 from __future__ import annotations
 

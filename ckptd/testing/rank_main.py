@@ -1,4 +1,7 @@
-"""The inside of a rank process that `ckptd.testing.ranks` started."""
+"""Inside of a rank process of a test: torchrun's environment, gloo's interface, results, stacks.
+
+In it: process group, redirected output, what kills it when the test is gone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """`StoreContract`: the tests that every store passes.
 
+In it: keys that must be refused or taken; sizes of objects, of the long listing, of races, which a
+subclass may set.
+
 A store's author subclasses it with one fixture::
 
     class TestMyStore(StoreContract):

@@ -1,5 +1,7 @@
 """`TransportContract`: the tests that every transport between live ranks passes.
 
+In it: sizes of the messages; its time limit.
+
 A transport's author subclasses it with one function of a module, which every rank calls::
 
     def make() -> Transport:

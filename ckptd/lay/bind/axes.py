@@ -1,4 +1,7 @@
-"""Sizes of a layout's axes from what was observed."""
+"""Sizes of axes from observed shapes: the equations, what is missing or contradicts.
+
+In it: findings for sizes that do not follow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Numbers in names: which were found, and which are missing."""
+"""Numbers in names (layers, experts): which were found, which are missing, gaps.
+
+In it: how many are shown.
+"""
 
 from __future__ import annotations
 

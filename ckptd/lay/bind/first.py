@@ -1,4 +1,4 @@
-"""First match wins: a rule does not have the names that an earlier one has.
+"""First match wins: cuts names that an earlier rule has out of later rules.
 
 Where an earlier rule has some of the names of a later one (``a.0`` before ``a.{e}``), the later
 one becomes a rule for each number that is left.

@@ -1,4 +1,4 @@
-"""Checks with sizes: what divides, what adds up, and what the observed shapes are."""
+"""Findings with sizes: splits that do not divide or add up, observed shapes that no rule makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that globs in the names of rules matched: they bind a layout without its tensors."""
+"""Globs (``*`` in names): the texts that they matched when a layout was bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout and what was observed: extents of indexes, sizes of axes, no globs left.
+"""Binds a layout to a checkpoint, to ranks or to sizes alone; rules without tensors left out.
 
 A rule of which nothing was observed is left out of the bound layout: a shipped layout has rules
 for what many a model lacks.

@@ -1,4 +1,4 @@
-"""Lengths of dimensions as polynomials over sizes.
+"""Lengths of dimensions as polynomials over sizes; padding and uneven parts as unknowns.
 
 What no polynomial says, an *unknown of its own* represents: the length after padding, and the part
 of an uneven split. It is worked out once the length that it comes from is known.

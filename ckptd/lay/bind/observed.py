@@ -1,4 +1,7 @@
-"""Observed tensors and buffers, sorted by the rules that they match."""
+"""Observed tensors sorted by rules; names that no rule matches, and names that are near.
+
+In it: how many names are compared and shown; tensors of one rule with several shapes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules whose tensors ranks hold in buffers only: nothing of them can be observed by name.
+"""Rules whose tensors lie in flat buffers alone: observed lengths of buffers compared.
 
 They are kept with the sizes that other tensors or the program say, and the lengths of the buffers
 are compared with what the rules make.

@@ -1,4 +1,4 @@
-"""Sizes of axes from observed lengths.
+"""Solver of sizes from observed lengths: single unknowns, products, ratios; contradictions.
 
 Each observed length is an equation between a polynomial over sizes and a number. What is declared
 counts first. Then, to a fixed point: equations with one unknown are solved; unknown products are

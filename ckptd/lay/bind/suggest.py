@@ -1,4 +1,7 @@
-"""Other ways to write a rule: what might have been meant, to be tested against observed shapes."""
+"""Suggestions where a shape does not fit: other splits, other dimensions, other padding.
+
+In it: multiples of padding that are tried.
+"""
 
 from __future__ import annotations
 

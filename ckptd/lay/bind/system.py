@@ -1,4 +1,4 @@
-"""Small systems over unknown products of sizes: linear in them, and their ratios."""
+"""Exact linear systems over products of sizes; limits of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checks between rules: which shadow each other, hold the same cells, or leave cells to no rank.
+"""Checks between rules: shadowed rules, cells held twice, families or cells that no rule holds.
+
+In it: how many names such a finding shows; limits of pairs and cells.
 
 A rule holds all of a family but for the axes that its reference fixes at a number, so what rules
 hold is compared by those numbers, never cell by cell.

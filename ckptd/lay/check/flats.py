@@ -1,4 +1,4 @@
-"""Check of flats: buffers can be made and divide over the ranks that share them."""
+"""Checks of flat buffers: alignment, division over ranks, order of modules, names of buffers."""
 
 from __future__ import annotations
 

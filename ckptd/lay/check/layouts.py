@@ -1,4 +1,4 @@
-"""Everything that can be said of a layout without data.
+"""Runs all checks on a layout: alone, with sizes, or with observed shapes; order of findings.
 
 `check` needs the program only, `check_bound` sizes, and with what was observed also tells which
 rules would fit. Nothing here looks at single cells: rules are compared by what they hold along

@@ -1,4 +1,4 @@
-"""Check of observed names: tensors that a rule says a rank has, and that it does not have."""
+"""Check of observed names: ranks that lack a tensor which others have."""
 
 from __future__ import annotations
 

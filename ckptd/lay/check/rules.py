@@ -1,4 +1,4 @@
-"""Checks of single rules: axes of tensors, axes of the mesh, modifiers."""
+"""Checks of a single rule: axes missing or twice, mesh axes, modifiers, quantization, widths."""
 
 from __future__ import annotations
 

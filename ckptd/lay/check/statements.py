@@ -1,4 +1,4 @@
-"""Checks of what a layout says besides its rules: flats, pipes, objects, names in checkpoints."""
+"""Checks of statements that are no rules: ``flat``, ``pipe``, ``obj``, ``stored``, ``files``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``for``: which numbers of an axis a rule has, or a tensor of a space."""
+"""``for l=0..2``: which numbers of an axis a rule has, or a tensor of a space."""
 
 from __future__ import annotations
 

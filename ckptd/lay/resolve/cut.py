@@ -1,4 +1,4 @@
-"""The parts of a split, and the numbers that a program computes.
+"""Splits (even, ceil, bal, widths, at): the part of a coordinate; values computed (``evaluate``).
 
 All positions are plain ints below 2^63; a program that leads beyond is refused, so that the array
 forms cannot wrap.

@@ -1,4 +1,7 @@
-"""A layout's rules in order: its own, then what it uses, overridden and wrapped."""
+"""Order of a layout's rules: own ones, ``use``, overrides, ``default`` wraps, alternatives.
+
+In it: limits of rules, nesting and pairs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout with everything looked up: what is checked, bound to sizes, and compiled.
+"""`Equation`, `Resolved`, `Bound`: a layout with everything looked up.
 
 `ckptd.lay.resolve` makes it from a program. Nothing is left to expand: no ``let``, no
 alternatives, no ``use``, no ``default``, no short references. Dimensions are made of `Atom`, `One`,

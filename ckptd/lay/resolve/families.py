@@ -1,4 +1,4 @@
-"""The logical tensors of a space, and which one a reference means."""
+"""Logical tensors of a space, and which one a short reference means; near names."""
 
 from __future__ import annotations
 

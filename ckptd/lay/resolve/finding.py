@@ -1,4 +1,4 @@
-"""Findings: faults and doubts of a program that a check reports, and their text."""
+"""`Finding`: errors and warnings of checks, and their text with place and caret."""
 
 from __future__ import annotations
 

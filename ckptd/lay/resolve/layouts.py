@@ -1,4 +1,4 @@
-"""From a program to equations: everything looked up, nothing left to expand.
+"""Looks a whole layout up: spaces, states, meshes, sizes, flats, pipes, files.
 
 What a rule may leave out, and where it comes from:
 

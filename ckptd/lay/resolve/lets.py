@@ -1,4 +1,4 @@
-"""``let``: names, dimensions and sizes put in where they are used."""
+"""``let``: names, dimensions and sizes put in where they are used; limits of growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mesh declarations to coordinates: several views of the same ranks."""
+"""``mesh``: axes, finer axes and local axes to coordinates; the most ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of numbers in names: which layers a rule has, or a tensor of a space."""
+"""Sets of numbers in names (layers of a rule) that may repeat for ever."""
 
 from __future__ import annotations
 

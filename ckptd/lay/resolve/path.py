@@ -1,4 +1,4 @@
-"""Tag paths: the ways through the sums of a rule, each to one logical tensor."""
+"""Tag paths: ways through the sums of a rule, each to one logical tensor; limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Name patterns as regular expressions: names found, and names of other rules.
+"""Name patterns with globs and indexes as regular expressions; how many globs.
 
 A name of a rule can be read as text in which every index is one letter-like mark. So the same
 expressions match names that were observed (``decoder.layers.3.weight``) and the names of rules

@@ -1,4 +1,4 @@
-"""Stage strings of pipelines: which layers lie on which stage.
+"""``pipe``: stage strings of Megatron's pipelines, their letters, layers by stage.
 
 The strings are those of Megatron-LM's ``--pipeline-model-parallel-layout``: ``E`` is the
 embedding, ``t`` a decoder layer, ``m`` a multi-token-prediction layer, ``L`` the loss. ``|`` parts

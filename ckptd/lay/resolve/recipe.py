@@ -1,4 +1,4 @@
-"""Recipes: layouts that say how things are cut and name no tensor: ``fsdp``, ``zero3``."""
+"""Recipes: layouts that cut and name no tensor (``fsdp``, ``zero3``)."""
 
 from __future__ import annotations
 

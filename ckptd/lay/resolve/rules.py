@@ -1,4 +1,4 @@
-"""Rules to equations: references, aliases and followers looked up."""
+"""Rules to equations: references, ``alias``, followers (LoRA, ``follow rows``); limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a program's meshes, spaces and layouts are: its own files, and shipped ones."""
+"""Where names after ``use`` and ``of`` are looked up: the program, its files, shipped ones."""
 
 from __future__ import annotations
 

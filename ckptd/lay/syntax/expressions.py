@@ -1,4 +1,4 @@
-"""How values, splits, dimensions and names are written: ``pad(v, 8*tp)@tp:ceil``, ``a.{#l@pp}``.
+"""Grammar within a rule: sizes and functions, splits, dimensions, names, indexes, globs.
 
 What stands in a rule is read letter by letter and by precedence, so most of it is said by pairs of
 functions and not by forms.

@@ -1,4 +1,4 @@
-"""Puts a program in its normal form and keeps its comments and its blank lines."""
+"""``ckptd lay fmt``: normal form: indents, blank lines, comments and where they stand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of Lay, as a table: each node of the syntax tree is declared once.
+"""Grammar of statements and modifiers, as a table for reading and writing.
 
 From a declaration follow how the node is read and how it is written. The same grammar for people:
 ``docs/reference/lay.md``.

@@ -1,4 +1,4 @@
-"""Tokens of a program, one ahead of the parser, and the errors that show where it breaks off.
+"""Tokens of a program, syntax errors with line and caret, quotes; largest text, deepest nesting.
 
 Names (``decoder.layers.{#l@pp}.*``) are no tokens: which characters belong together depends on
 where they stand, so the grammar asks for them where it wants one (`expressions`).

@@ -1,4 +1,4 @@
-"""Spaces and layouts that come with ckptd: ``use hf.llama``, ``of llama``."""
+"""Shipped programs by name (``use hf.llama``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads programs: text to syntax tree.
+"""Parser: text to syntax tree, of a program, a statement or a part.
 
 A recursive-descent parser, driven by the table of the grammar. It reads each character a bounded
 number of times, nests no deeper than `lexer.MAX_DEPTH`, and every way it can fail is a

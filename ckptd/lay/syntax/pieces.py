@@ -1,4 +1,6 @@
-"""Pieces of syntax: one declaration says how something is read and how it is written.
+"""Pieces of the grammar: words, numbers, sizes in bytes and their units, strings, lists, options.
+
+In it: reserved words; largest number.
 
 A `Syntax` is a pair of inverse functions: reading what it writes gives an equal thing. A `Form` is
 the piece of a node of the syntax tree: marks and words with the pieces of its fields between them,

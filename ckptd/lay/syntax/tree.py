@@ -1,4 +1,4 @@
-"""The syntax tree of Lay: what a program is made of, as plain frozen data.
+"""Nodes of the syntax tree: dimensions, names, modifiers, statements, positions.
 
 What each form of a dimension means is fixed in ``docs/design/lay.md``; how each node is written,
 in `grammar`.

@@ -1,4 +1,4 @@
-"""Published weights over a process group of trainer and workers."""
+"""Carrier of published weights over torch.distributed process groups (gloo); largest request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rollout gets its weights when no trainer publishes: the newest checkpoint of a root."""
+"""Fallback without a trainer: loads the newest checkpoint of a root; damaged ones passed over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`Publisher`: the weights of a trainer, to their users, while training goes on."""
+"""`Publisher`: slots and their memory, copies, versions that are skipped, servers that died.
+
+In it: memory for deltas; how many versions it remembers; waits.
+"""
 
 from __future__ import annotations
 

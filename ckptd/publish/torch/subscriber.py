@@ -1,4 +1,7 @@
-"""`Subscriber`: the tensors of an inference worker, filled with what a trainer publishes."""
+"""`Subscriber`: finds versions, updates a worker's tensors, audits them, derived tensors.
+
+In it: how often it looks, how long it waits; which errors mean that no trainer is there.
+"""
 
 from __future__ import annotations
 
