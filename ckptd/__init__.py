@@ -1,4 +1,4 @@
-"""Checkpoints for distributed training.
+"""Public Python API of ``ckptd``: each name and its home, imported on first use.
 
 The names below are the whole public Python API of the package root. Those that need torch are
 imported on first use: ``import ckptd`` stays fast, and works on a machine without it.

@@ -1,4 +1,4 @@
-"""Traces that a process of ckptd leaves when a signal of the processor ends it."""
+"""Crash traces: stacks of all threads on stderr at SIGSEGV, SIGBUS, SIGABRT and their like."""
 
 from __future__ import annotations
 

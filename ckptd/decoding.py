@@ -1,4 +1,4 @@
-"""Decoders of typed data: made once, when a module is imported.
+"""Decoders of typed JSON and msgpack, made once at import; filter of unprintable text in logs.
 
 msgspec collects what it knows of a Struct when that is decoded for the first time, and puts it
 where all threads find it before it is complete: a second thread that decodes the same type

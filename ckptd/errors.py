@@ -1,4 +1,4 @@
-"""Every error that ckptd raises on purpose.
+"""Error classes, their kinds (`KINDS`), exit codes and text; printable text, sizes for people.
 
 The tree is cut by what the caller can do next, not by where the error arose::
 

@@ -1,4 +1,4 @@
-"""Parts of one slice that another one uses without an import: late, by a table.
+"""Parts: what a slice uses of one above it, by a table of names; late imports.
 
 The slice that uses a part owns its protocol; the slice that is the part has the name. Both
 have one version. An entry point would cost a scan of what is installed.

@@ -1,4 +1,4 @@
-"""Plugins: entry points of installed packages, looked up only when something needs them."""
+"""Plugins: groups of entry points, `Verb`, how one is found and loaded, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small value types that every layer shares: `DType`, `Box` and `ByteRange`.
+"""Element types (`DType`, codes, sizes), `Box`, `ByteRange`.
 
 Importing this module must stay cheap, because the command line does: numpy comes on first use.
 """

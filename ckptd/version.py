@@ -1,4 +1,4 @@
-"""The version of this package: here, so that what the package imports can name it."""
+"""The version of this package."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints: what is on disk, writing, reading, keeping. Imports no other slice."""
+"""Checkpoints: what is on disk, writing, reading, keeping."""

@@ -1,4 +1,4 @@
-"""The command line: one file a verb; and what verbs of other packages may use of it."""
+"""The command line, and what verbs of other packages use of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of helps: for all, and with ``--help-all``."""
+"""Helps: groups that only ``--help-all`` shows, defaults as a help shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry point of the ``ckptd`` command.
+"""Entry point of ``ckptd``: table of verbs, examples, groups, errors to exit codes.
 
 Verbs are registered by name and imported when they run, so that ``ckptd --help`` costs the parser
 and nothing else. Whatever a verb raises ends here as an exit code and a readable block on standard

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and sizes and durations as people write them."""
+"""Options that several verbs share; sizes (``5GB``) and durations (``30m``) as people write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of verbs: documents for programs, tables for people, progress on a terminal.
+"""Output of verbs: JSON documents, tables, times, sizes, warnings, errors, progress bars.
 
 A verb returns a `Reply`, and `ckptd.cli.main` prints it as ``--json`` says. Results go to standard
 output, everything else to standard error. rich is imported only where a progress bar is drawn.

@@ -1,4 +1,4 @@
-"""The screen of ``ckptd top``: a job's answers as lines of a terminal."""
+"""Screen of ``ckptd top``: lines, signs and order of ranks and incidents."""
 
 from __future__ import annotations
 

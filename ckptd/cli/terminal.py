@@ -1,4 +1,4 @@
-"""Filter of terminal output: only printable characters, whatever a file or a message holds."""
+"""Terminal: colours, and the filter that lets printable characters pass alone."""
 
 from __future__ import annotations
 

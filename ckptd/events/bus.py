@@ -1,4 +1,4 @@
-"""Delivery: events go to all subscribers, the activity of a rank goes to one listener.
+"""Delivery of events to subscribers (queue and its size), forks; a rank's phase for the recorder.
 
 `emit` takes no lock that anybody holds for long and calls nothing that waits, so that it may be
 called from any thread, from signal handlers and from destructors.

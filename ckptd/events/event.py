@@ -1,4 +1,4 @@
-"""Events of saves and loads, as typed structs, and the clock that dates it.
+"""Event structs: saves, loads, versions; phases of a save; bounds of fields; clocks.
 
 The bounds on fields are for readers: a file may hold anything.
 """

@@ -1,4 +1,4 @@
-"""Reading the event files of a folder: a line at a time, and never more than a line.
+"""Reads event files of a folder: lines, limits, torn ones skipped, clocks of files aligned.
 
 Anything may lie in the folder. What is no event is skipped and counted; only regular files are
 opened, and a file that grows is read up to the length that it had.

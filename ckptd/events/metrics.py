@@ -1,4 +1,4 @@
-"""Counters and histograms of saves and loads, for Prometheus: a collector fed by events.
+"""Prometheus metrics of a process from its events: names, buckets, labels.
 
 The names, with what they count: ``docs/reference/metrics.md``. Events are kept as they come and
 added up when metrics are read, so that the training loop pays for an append and nothing else.

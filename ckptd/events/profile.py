@@ -1,4 +1,4 @@
-"""The cost of each save and its slowest rank, from the events of all ranks: pure data.
+"""Cost of each save and its slowest rank, from the events of all ranks (``ckptd trace``).
 
 Events may come in any order and from any number of processes; memory is bounded by the number of
 saves that are kept, and by the number of figures in all.

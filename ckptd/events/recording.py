@@ -1,4 +1,4 @@
-"""Which folders this process writes its events to."""
+"""Folders that this process writes its events to: `record`, ``CKPTD_EVENTS``."""
 
 from __future__ import annotations
 

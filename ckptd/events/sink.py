@@ -1,4 +1,4 @@
-"""Events of one process as lines of JSON in files of a folder.
+"""Event files: lines of JSON, size of a file, how many are kept.
 
 A line is written by one call, to a file that is only ever appended to: whatever kills the process,
 all lines but the last are whole. A file that is full is followed by another; of these the newest

@@ -1,4 +1,4 @@
-"""Measuring activities: which save they belong to, when they began, how long they took."""
+"""Spans: measures activities, for which save and tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events as a Chrome trace, which Perfetto and chrome://tracing show: written as they come."""
+"""Timeline of events as a Chrome trace for Perfetto: lanes, most events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicator health: what each rank shows, and which rank, node or link is at fault.
+"""Communicator health: which rank, node or link is at fault; public names of the slice.
 
 What a training program uses of it needs torch. The rest is for other packages that show ranks to
 the diagnosis. All of it is imported on first use.

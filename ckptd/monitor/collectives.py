@@ -1,4 +1,4 @@
-"""Sums over collectives, by operation, kind of group and size; and how that is passed on.
+"""Sums over collectives by operation, group and size: bus bandwidth, buckets of sizes and times.
 
 Rows are added up where the calls are seen, sent as increments, and added up again where they
 arrive. A report says after which one its increments begin, so that one that was lost, or whose

@@ -1,4 +1,7 @@
-"""Incidents: verdicts that lasted, each from the first round that showed it to its end.
+"""Incidents: verdicts confirmed, merged by cause, followed, closed; evidence; isolation budget.
+
+In it: how many ranks' stacks are asked for, how long evidence is waited for, latency, what explains
+what.
 
 `IncidentTracker` makes incidents of verdicts, one for each cause. `WantedEvidence` asks agents once
 for the stacks and logs of suspects.

@@ -1,4 +1,4 @@
-"""Watching a program without an edit: what a launcher adds to the environment of its ranks.
+"""Recorder in ranks without an edit of the program: ``torch.backends`` entry on ``PYTHONPATH``.
 
 ``import torch`` loads whatever is registered as a device backend under the entry points
 ``torch.backends``. A folder on ``PYTHONPATH`` with the metadata of such a package makes every rank

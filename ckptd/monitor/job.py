@@ -1,4 +1,4 @@
-"""Ranks at a moment: `RankView` is one rank, `JobView` all reporting ranks as columns.
+"""`JobView`, `RankView`: all ranks at a moment as columns; phases, flags of calls.
 
 The diagnosis reads these and nothing else, so that live rings, recorded rings and simulated jobs
 are judged by the same code. Times of a view are seconds on the monotonic clock of the rank's own

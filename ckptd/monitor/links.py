@@ -1,4 +1,4 @@
-"""Slow links while a job runs: which are probed when, and what the delays show."""
+"""Slow links while a job runs: which are probed when, what delays show; ratios, scores, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The check before a job: which node probes which, and what the results show. Pure, no clocks."""
+"""Findings of a check before a job: disk, memory, clocks, GPUs, slow nodes and links; thresholds.
+
+In it: which pairs are probed, and again for confirmation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings of the messages that a daemon took, and their diagnosis once more.
+"""Recordings of the daemon's messages: file, frames, checksums; replayed through the diagnosis.
 
 A recording is one file: a header, then frames as they came. Each frame has a checksum; reading ends
 at the first that is torn or damaged, since what follows cannot be trusted to begin anywhere.

@@ -1,4 +1,4 @@
-"""Messages between agents and the daemon: reports and evidence go up, orders come down.
+"""Messages of agents and daemon: `NodeReport`, evidence, orders; columns, bounds, size limits.
 
 A `NodeReport` is what the ranks of one node show at a moment (of several nodes, from a forwarder).
 It holds ages in place of times, so that clocks never cross nodes. Each of its tables is declared

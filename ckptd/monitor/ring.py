@@ -1,4 +1,4 @@
-"""A rank's ring file: its layout, the writer in the rank, and the reader in the agent.
+"""Ring file of a rank: header, counters, slots, groups, texts; writer and reader; sizes.
 
 The file is memory-mapped, and all its sizes are fixed: header | slots | groups | members | texts
 

@@ -1,4 +1,4 @@
-"""Samples of a rank: checksums of replicas and norms of gradients, in a small file beside the ring.
+"""Sample file of a rank: checksums of replicas, norms, non-finite values; its format.
 
 header | slots; a ring as that of calls: all sizes fixed, the commit index of a slot stored last.
 The file of ``x.ring`` is ``x.samples``. A rank that takes no samples has none.

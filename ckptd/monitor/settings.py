@@ -1,4 +1,7 @@
-"""Settings of the watch, all in one place, and how a person changes one of them."""
+"""`WatchSettings`: settings of the watch and their defaults: period, confirmation, silence, budget.
+
+In it: how one is changed by name (``--set``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of reports: the newest report of each, silent agents, and names that were sent once."""
+"""Sources of reports: newest report of each node, silent agents, how often agents send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Robust statistics over many small cohorts at once: numpy only, no loop over ranks."""
+"""Robust statistics over cohorts: medians, deviations, hashes of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A verdict: what is wrong, which ranks or nodes are suspected, why, and what would refute it."""
+"""`Verdict`: kinds, suspects, evidence, confidence; kinds with which a job stands still."""
 
 from __future__ import annotations
 

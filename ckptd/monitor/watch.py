@@ -1,4 +1,4 @@
-"""The watch over a job: all that the daemon knows, without clocks and without I/O."""
+"""`JobWatch`: one round: gathers reports, runs all rules, links, incidents, evidence, orders."""
 
 from __future__ import annotations
 

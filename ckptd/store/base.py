@@ -1,4 +1,6 @@
-"""The store contract: objects under names, and nothing else.
+"""`Store`: the contract; keys and limits, specs of wrappers and their defaults, schemes of URLs.
+
+In it: retry defaults; faults; plugins of stores; secrets hidden in texts; largest whole object.
 
 A *key* is a relative POSIX path: segments of ``[A-Za-z0-9._=+@,%-]`` joined by ``/``, no empty,
 ``.`` or ``..`` segment, at most 255 bytes a segment and 512 in all. Stores are thread-safe: callers

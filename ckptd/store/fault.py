@@ -1,4 +1,4 @@
-"""`Fault`: a store that fails on schedule, and counts its operations so that all can be tried.
+"""`Fault`: a store that fails on schedule: errors, lost answers, torn writes, kills.
 
 A campaign runs the work once with no rules and reads `Fault.operations`; then once for each number
 in it, with a rule such as ``FaultRule("kill", number=7)``. In a process that gets killed, the log

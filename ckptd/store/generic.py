@@ -1,4 +1,4 @@
-"""`FsspecStore`: any URL that fsspec knows, with the promises that can be kept there and no more.
+"""`FsspecStore`: URLs of fsspec (Google, Azure, ...): capabilities claimed, errors translated.
 
 What fsspec says about a file system does not include whether a put is durable, or has one winner.
 So a capability is claimed only where the service documents it and fsspec's driver uses it: Google

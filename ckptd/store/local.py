@@ -1,4 +1,6 @@
-"""`LocalStore`: plain files in a folder, made durable.
+"""`LocalStore`: files in a folder: create-only put, durability, direct I/O, options, leftovers.
+
+In it: block size, threads and stall of writes; from which size on the page cache is passed by.
 
 Temporary files of a put begin with ``~``, which no key may contain, so a listing hides them.
 """

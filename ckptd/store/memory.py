@@ -1,4 +1,4 @@
-"""`MemoryStore`: objects in this process, for tests, laptops and examples."""
+"""`MemoryStore`: objects in this process (``memory://``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The system calls of `LocalStore`, behind one seam, and what their errors mean.
+"""System calls of `LocalStore`, and what their errors mean (full, denied, gone, transient).
+
+In it: races of folders, page cache, rename without replacing.
 
 Everything that changes a folder goes through one `Os` object. A fault campaign puts a `WatchedOs`
 in its place and strikes between any two steps; a test subclasses it to lose a reply as NFS does.

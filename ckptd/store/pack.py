@@ -1,4 +1,4 @@
-"""`Pack`: stores data files as byte planes under zstd, where a link is slower than the cores.
+"""`Pack`: data files compressed as byte planes under zstd: format, threads, when it is worth it.
 
 The packed form of ``KEY`` is the object ``KEY.zp``. Readers look for it only when there is no
 ``KEY``, so that plain roots pay nothing and packed ones need not be announced.

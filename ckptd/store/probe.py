@@ -1,4 +1,4 @@
-"""Probing a store: what it really does, and not what it says it does.
+"""Probes of ``ckptd doctor``: create-only races, listings, ranges, space, speed, file systems.
 
 The probes write small objects below a folder of their own and remove them again. A store that
 cannot decide which writer creates an object first cannot keep checkpoints: both would believe

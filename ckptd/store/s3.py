@@ -1,4 +1,4 @@
-"""`S3Store`: objects in a bucket, on AWS and look-alikes.
+"""`S3Store`: objects in a bucket: create-only put and lost answers, listing, ranged reads, deletes.
 
 A commit rests on one thing only: one small, single-part PUT with ``If-None-Match: *``, and reading
 the object back when the answer is a failure or got lost. Never on multipart conditions (Ceph

@@ -1,4 +1,4 @@
-"""The connection of `S3Store`: botocore's client in threads, with our deadlines, tries and errors.
+"""S3 client: options and timeouts, credentials, endpoints, threads, tries.
 
 botocore gives credentials and endpoints, signs and parses; `S3Transport` carries. A request is
 tried once: a second try inside would hide that a create-only put met itself.

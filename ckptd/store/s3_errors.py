@@ -1,4 +1,4 @@
-"""Errors of botocore and its transport, as errors of the store contract."""
+"""Errors of S3: codes and statuses as transient, gone, full, denied; answers that lack fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the requests of `S3Store` travel: http.client's connections, each request with a deadline.
+"""HTTP connections of S3: deadlines, proxies, idle ones, bodies without copies.
 
 botocore signs and parses; its hook ``before-send`` hands each request to `S3Transport.send`. So
 bytes go from the caller's memory to the socket, and from the socket into the caller's memory,

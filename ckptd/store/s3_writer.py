@@ -1,4 +1,4 @@
-"""The writer of `S3Store`: one PUT, or a multipart upload with parallel parts."""
+"""S3 uploads: one PUT or multipart; part sizes, parallel parts, end and abort."""
 
 from __future__ import annotations
 

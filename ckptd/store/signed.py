@@ -1,4 +1,4 @@
-"""Stores around stores: one hashes what is written for a signature, one reads what was signed.
+"""Signed checkpoints: `HashedStore` hashes what is written, `SignedStore` reads what was signed.
 
 A signature lies in the folder of a checkpoint, beside its manifest. It lists the BLAKE3 of each
 object that a load of that checkpoint reads: the root's marker, the commit record, the manifest,

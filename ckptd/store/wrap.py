@@ -1,4 +1,4 @@
-"""Stores around stores that try again, hold back or count."""
+"""Wrappers of stores: `Retry` and its pauses, `Throttle` of bytes a second, `Meter`."""
 
 from __future__ import annotations
 

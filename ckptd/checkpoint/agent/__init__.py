@@ -1,1 +1,1 @@
-"""The node process: keeps snapshots, writes them to the tiers, and outlives the trainers."""
+"""The node process (agent): keeps snapshots, writes them to tiers, outlives the trainers."""

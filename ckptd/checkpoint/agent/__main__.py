@@ -1,4 +1,4 @@
-"""``python -m ckptd.checkpoint.agent``: how a checkpointer starts the agent of its node."""
+"""``python -m ckptd.checkpoint.agent``: arguments with which a checkpointer starts an agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node's agent: takes connections of trainers, and knows when it may end."""
+"""`NodeAgent`: takes trainers' connections, knows when it may end, status, signals."""
 
 from __future__ import annotations
 

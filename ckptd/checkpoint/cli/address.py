@@ -1,4 +1,4 @@
-"""How the command line names a checkpoint, and how it opens one.
+"""How verbs name a checkpoint (``ROOT@STEP``, ``ROOT@TAG``), open and hold it.
 
 ``ROOT`` is the newest checkpoint that counts, ``ROOT@STEP`` that step of the line,
 ``ROOT@STEP-gGENERATION`` that commit wherever it is, also beside the line, and ``ROOT@TAG`` the

@@ -1,4 +1,4 @@
-"""``ckptd agent``: run a node's agent, see what it holds, end it."""
+"""``ckptd agent``: runs a node's agent, shows what it holds, stops it."""
 
 from __future__ import annotations
 

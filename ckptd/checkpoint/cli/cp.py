@@ -1,4 +1,4 @@
-"""``ckptd cp``: copy checkpoints between roots."""
+"""``ckptd cp``: copies checkpoints between roots; options and prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd diff``: what differs between two checkpoints."""
+"""``ckptd diff``: what differs between two checkpoints, how much of it is shown; exit code."""
 
 from __future__ import annotations
 

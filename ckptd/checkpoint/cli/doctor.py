@@ -1,4 +1,4 @@
-"""``ckptd doctor``: what this machine and this store can do."""
+"""``ckptd doctor``: prints of what this machine, store and plugins can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd gc``: delete what no kept checkpoint needs; the plan first."""
+"""``ckptd gc``: the plan of deletions, its options (``--keep``), question and prints."""
 
 from __future__ import annotations
 

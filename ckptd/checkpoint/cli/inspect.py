@@ -1,4 +1,4 @@
-"""``ckptd inspect``: what one checkpoint holds."""
+"""``ckptd inspect``: tensors as a tree, layouts, objects, files, chunks of a checkpoint."""
 
 from __future__ import annotations
 

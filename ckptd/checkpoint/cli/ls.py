@@ -1,4 +1,4 @@
-"""``ckptd ls``: the checkpoints of a root."""
+"""``ckptd ls``: lists checkpoints, generations, attempts; columns and widths."""
 
 from __future__ import annotations
 

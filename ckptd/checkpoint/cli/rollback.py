@@ -1,4 +1,4 @@
-"""``ckptd rollback``: go back to an older checkpoint, by one small record."""
+"""``ckptd rollback``: back to an older checkpoint, by one record."""
 
 from __future__ import annotations
 

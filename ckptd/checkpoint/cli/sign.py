@@ -1,4 +1,4 @@
-"""``ckptd sign``: signs a checkpoint as it is, for ``ckptd verify --key``."""
+"""``ckptd sign``: signs a checkpoint for ``ckptd verify --key``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd tag``: names for checkpoints."""
+"""``ckptd tag``: names for checkpoints, set, moved and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd verify``: is everything as it was written? Names what is not."""
+"""``ckptd verify``: options, findings as printed, exit codes."""
 
 from __future__ import annotations
 

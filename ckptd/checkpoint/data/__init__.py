@@ -1,1 +1,1 @@
-"""Which sample belongs to which step, whatever the world is. No torch."""
+"""Which sample belongs to which step, whatever the world is."""

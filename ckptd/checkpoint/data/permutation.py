@@ -1,4 +1,4 @@
-"""A permutation of any size that needs no memory: element by element, the same everywhere."""
+"""Shuffle of samples: a seeded permutation that needs no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sample belongs to which micro-batch, and which rank computes it: whatever the world is.
+"""Which sample is in which micro-batch and on which rank, whatever their number.
 
 A job has a fixed number of micro-batches of a fixed size in each step. How many ranks share them
 changes nothing about what a step is made of.

@@ -1,1 +1,1 @@
-"""The on-disk format: pure data, no I/O, no torch. ``docs/spec/format-1.md`` is normative."""
+"""The on-disk format: pure data, no I/O; ``docs/spec/format-1.md`` is normative."""

@@ -1,4 +1,6 @@
-"""Objects without pickle: plain values as tagged JSON (spec section 7); the JSON itself.
+"""Objects as tagged JSON, without pickle: savable types, `register`, limits of depth and size.
+
+In it: hints for a value that cannot be saved; shared parts; limit of metadata.
 
 JSON values stay as they are. Everything else is ``{"$": tag, ...}``: tuples, bytes, sets,
 numpy arrays and scalars, complex numbers, huge integers, non-finite floats, dicts with keys that

@@ -1,4 +1,4 @@
-"""The data file: a safetensors file with a padded header (spec section 4), and what lies in which.
+"""Data file (safetensors): padded header, limits, chunks in it; what a foreign file looks like.
 
 ``8-byte little-endian length | JSON header padded with spaces | data``. The data section begins
 at a multiple of 4096 bytes, so that it can be written and read with direct I/O, and holds the

@@ -1,4 +1,4 @@
-"""Invariants of a checkpoint, checked before anything of its size is allocated (spec 10).
+"""Checks of a manifest before anything is allocated: limits of dims, pieces, chunks, paths.
 
 A manifest comes from a file that anybody may have written. `check_manifest` runs in time that
 grows with the manifest and never with the number of pieces it names; afterwards paths stay

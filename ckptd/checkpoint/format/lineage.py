@@ -1,4 +1,4 @@
-"""Which commits count (spec section 2.3).
+"""Which commits count: the line of generations and their parents.
 
 Starting, resuming and rolling back all claim a generation, which names its parent commit. A
 commit counts when it is on the *line* of the newest generation: that generation's own commits,

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where (spec section 3).
+"""`Manifest`: tables of files, grids, tensors, objects; version, ``requires``, compression, size.
 
 Tables are shared: grids and owner maps are stored once and tensors name them by number, so that
 the manifest grows with tensors plus files and never with their product.

@@ -1,4 +1,4 @@
-"""Names: of objects below the root, of chunks inside a file, of values inside a state.
+"""Names: keys below a root, chunks in a file, tensors of a state (wrappers left out, escapes).
 
 Spec sections 2 (root), 4.1 (chunk names) and 6 (canonical names).
 """

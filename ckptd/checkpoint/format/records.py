@@ -1,4 +1,4 @@
-"""The small create-only records of a root (spec section 2)."""
+"""Records of a root: commit, generation, lease, pin, annotation; fields, digest, largest size."""
 
 from __future__ import annotations
 

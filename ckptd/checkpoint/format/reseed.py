@@ -1,4 +1,4 @@
-"""Placeholders for per-rank values that were resharded to another world without a live object.
+"""Placeholders of per-rank values after a reshard (reseed, reduce, drop); derived seeds.
 
 A load finds one of these types (spec section 7.1) in place of the value, and applies the live
 declaration, which the reshard did not have: draw a seed, reduce all values, keep the live value.

@@ -1,4 +1,4 @@
-"""The witness: a few values of every tensor at fixed logical positions (spec section 8).
+"""Witness: sampled values of tensors, which positions, how many; compare.
 
 Digests catch flipped bits. The witness catches a wrong layout of the right shape (swapped QKV
 order, experts off by one): its values are taken at logical positions that depend on the tensor's

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint in words: pure functions of its manifest."""
+"""A checkpoint's contents in words: layouts, ranks, objects, unread tensors and hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into live state: verify everything first, then write. No torch."""
+"""Reading a checkpoint into live state: verify everything first, then write; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading one box at a time: the blocks that hold it, compared with their digests, and no plan.
+"""`open_direct`: reads single boxes of tensors, verified, from many threads; cached blocks.
 
 Of a file without digests just the bytes of the box are read.
 

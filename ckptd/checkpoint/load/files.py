@@ -1,4 +1,4 @@
-"""The data files of a checkpoint: where each piece lies in them, and open descriptors to them.
+"""Data files of a load: sizes, headers and indexes checked, open descriptors, mmap, read-ahead.
 
 Offsets in a checkpoint's own files follow from its manifest. A file of an older checkpoint holds
 more than what is referred to here, so its safetensors header gives them, by chunk name.

@@ -1,4 +1,4 @@
-"""The ranks of one host in one read: what they tell each other, over the job's board."""
+"""Ranks of one host share a read: shared memory, who brings which blocks, waves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user names to the catalogue of its checkpoints: a root's, or a foreign folder's."""
+"""Opens what a user names: a root, a new root, a foreign checkpoint; errors for an empty one."""
 
 from __future__ import annotations
 

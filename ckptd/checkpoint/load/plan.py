@@ -1,4 +1,4 @@
-"""The read plan: what one rank wants from a checkpoint, as copies from files into live buffers.
+"""`ReadPlan`: which blocks of which files one rank reads, copies and conversions into buffers.
 
 The digest blocks that the copies need are sets of integers. All blocks of all files of a checkpoint
 lie on one line, file after file, so that a set is a sorted array of runs, and union, sharing and

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into live state: verify everything first, then write.
+"""Carries a read out: fetch and verify blocks, agree, write; threads, windows, retries, budget.
 
 `execute` runs in two passes. Pass 1 brings every digest block that is needed and compares it with
 the digest index; ranks that share a host bring each block once. Then all ranks of the job agree

@@ -1,4 +1,4 @@
-"""ckptd's own format, read through the interface that all formats share."""
+"""`CkptdReader`: ckptd's own format, read tensor by tensor; largest object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any format as a source of named tensors and objects.
+"""`CheckpointReader`: any checkpoint as named tensors and objects; sections.
 
 Tools (diff, export, inspect, reshard) read checkpoints through `CheckpointReader` and know no
 format. ckptd's own is `ckptd.checkpoint.load.reader.CkptdReader`; another format is one more

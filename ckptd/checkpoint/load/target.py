@@ -1,4 +1,4 @@
-"""Where a read puts values: memory of the host, or memory of a device behind a `DeviceWriter`."""
+"""Where a read puts values: host memory, or a device behind a writer."""
 
 from __future__ import annotations
 

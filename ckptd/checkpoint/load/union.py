@@ -1,4 +1,4 @@
-"""Several stores that hold shares of the same objects, read as one: the nearest that has a key.
+"""`UnionStore`: tiers read as one store, nearest first; wrong copies and failed tiers left out.
 
 Data folders of attempts never change, so tiers can be united key by key. Nothing is believed for
 being near: the reader compares digests, and says `UnionStore.distrust` of what was wrong.

@@ -1,4 +1,4 @@
-"""The witness of a checkpoint, compared with values as they stream by."""
+"""Findings of a verification; witness read and compared while values stream by."""
 
 from __future__ import annotations
 

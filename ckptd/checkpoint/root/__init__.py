@@ -1,3 +1,3 @@
-"""A root: its checkpoints, which of them count, are read, and may be deleted. No torch."""
+"""A root: its checkpoints, which of them count, are read, and may be deleted; no torch."""
 
 from __future__ import annotations

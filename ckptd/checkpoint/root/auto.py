@@ -1,4 +1,4 @@
-"""How often to save: what a save costs against what a failure costs. Pure functions on plain data.
+"""`Auto`: how often to save, from costs and failures (MTBF); Daly's optimum, its bounds.
 
 The optimum is J. T. Daly's (A higher order estimate of the optimum checkpoint interval for restart
 dumps, Future Generation Computer Systems 22, 2006), which begins with J. W. Young's square root

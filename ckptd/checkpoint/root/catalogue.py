@@ -1,4 +1,4 @@
-"""The catalogue of a root: which checkpoints exist, which count, and how a new one comes to count.
+"""`Catalogue`: claims generations, publishes commits, rolls back, pins, tags, annotates.
 
 Everything is decided by three kinds of small create-only records (``ckptd.json``, generations,
 commits) and computed from their names where names are enough. Records never change, so nothing

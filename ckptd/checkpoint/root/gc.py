@@ -1,4 +1,4 @@
-"""Deleting what no checkpoint needs: a plan that can be read first, and its execution.
+"""Garbage collection: what may be deleted and why, after which time, in which order.
 
 Order is what makes it safe to die anywhere: a commit record goes first, so that a checkpoint is
 whole or absent; its data goes when no commit refers to it; what is left over is found again by

@@ -1,4 +1,4 @@
-"""A root and what it holds: the marker, generations, commits, the line, records behind names.
+"""`Index`: reads a root: marker, generations, line, records; marks of deletions; tier names.
 
 A root is the folder with ``ckptd.json`` in it. Its records are created exactly once.
 """

@@ -1,4 +1,4 @@
-"""Leases: a reader at work on a checkpoint, so that it is not deleted while it is read.
+"""Leases: a reader keeps a checkpoint from deletion: length, renewal, clock slack.
 
 A reader creates the lease first and looks for marks on the commit second; gc marks the commit
 first, looks for leases second, and only then deletes it. Whatever the order of events, one of the

@@ -1,4 +1,4 @@
-"""From what a user gives to a store that the engine works on."""
+"""Store of a root inside its wrappers: retry, throttle, packing, trusted keys (``CKPTD_TRUST``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to save and which checkpoints to keep: rules as plain data, and pure functions on them."""
+"""`Every` (when to save) and `Keep` (retention: last, best, period): rules and their checks."""
 
 from __future__ import annotations
 

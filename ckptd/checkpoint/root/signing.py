@@ -1,4 +1,4 @@
-"""The signature of a checkpoint: of every object that a load of it reads."""
+"""Signature of a commit: which objects are hashed and signed."""
 
 from __future__ import annotations
 

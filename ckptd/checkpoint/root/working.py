@@ -1,4 +1,4 @@
-"""Which process works in a generation without ranks: one at a time, and the next takes over.
+"""One process at work in a generation without ranks (copies); its lease, takeover.
 
 A copy is written by one process, which may be killed and started again. The lease that it keeps on
 its unfinished checkpoint shows others that it lives, and keeps gc away from what it wrote so far.

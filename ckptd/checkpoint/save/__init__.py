@@ -1,4 +1,4 @@
-"""Writing a checkpoint: slots, the writing process, tiers, the commit. No torch.
+"""Writing a checkpoint: slots, the writing process, tiers, the commit; no torch.
 
 Plugins save with the names below. Each is imported on first use, so that an import of one module
 here costs that module only.

@@ -1,4 +1,4 @@
-"""Snapshots of a job in a node's memory, as a store: its own shares, and guests."""
+"""Snapshots in a node's memory, as a store: own ranks' shares, guests of other nodes."""
 
 from __future__ import annotations
 

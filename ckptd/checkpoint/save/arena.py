@@ -1,4 +1,4 @@
-"""The arena: memory that the trainer fills with snapshots and the writing process drains.
+"""`Slot`, `Slots`: shared memory that a snapshot is copied into; how many, reuse, out of memory.
 
 It has one or more slots, a segment each. A new one is filled by system calls (`Slot.put`): the
 kernel takes a page and copies into it, in one pass, where touching a fresh page fills it with zeros

@@ -1,4 +1,4 @@
-"""A root, for frameworks that cut tensors into boxes and let their ranks agree by themselves.
+"""`BoxRoot`: saves for frameworks with boxes and ranks of their own.
 
 `ckptd.checkpoint.torch.Checkpointer` finds out how a state is cut, and has processes that write. A
 framework with a checkpoint protocol of its own knows its cuts and runs its own collectives: one

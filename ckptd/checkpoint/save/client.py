@@ -1,4 +1,4 @@
-"""The trainer's side of the writing process: starts it, sends to it, receives, replaces it."""
+"""Trainer's side of the writing process: starts, sends, replaces a dead one; waits, deaths."""
 
 from __future__ import annotations
 

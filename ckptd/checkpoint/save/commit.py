@@ -1,4 +1,6 @@
-"""Committing an attempt without collectives (spec section 9).
+"""Commit: waits for the parts of all ranks, compares them, writes manifest and record; errors.
+
+In it: replicas or values that differ between ranks; how often parts are looked for; parts joined.
 
 Every rank reports its part below ``parts/``. The committer (rank 0, or any survivor) waits for all
 parts, checks them against each other, writes the witness and the manifest, and creates the commit

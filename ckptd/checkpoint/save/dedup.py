@@ -1,4 +1,4 @@
-"""Referring to what an older checkpoint holds: which one, under whose lease, and where it lies.
+"""Deduplication: chunks that an older checkpoint holds; when the search stops; limits.
 
 Rank 0's writing process chooses the newest committed checkpoint at the start of each save, leases
 it until the save ends, and names it by an object beside the parts of the other ranks. So all ranks

@@ -1,4 +1,4 @@
-"""One rank's share of a save, from its slot to a store: data file, digests, and the part, last.
+"""A rank's share from its slot to a store: data file, digests, part; failed ones removed.
 
 `drain` writes to the root while the slot is still filled; `stage_shard` and `put_shard` digest a
 share once and copy it to near tiers. This code runs outside the trainer: it has no torch and no

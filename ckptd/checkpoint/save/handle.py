@@ -1,4 +1,4 @@
-"""One save on its way: `SaveHandle` is what the caller sees, `SaveTracker` what moves it on."""
+"""`SaveHandle`: progress, waits and errors of one save; when a step is safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between a trainer and the process that writes for it, and what ranks report.
+"""Messages of trainer, writing process and agent; parts of ranks; protocol number.
 
 Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
 """

@@ -1,4 +1,4 @@
-"""The near tiers of a node: its memory, its folder, its peer's memory; and their servers."""
+"""Near tiers of a node: memory, local folder, peer: what is complete, cleared, served."""
 
 from __future__ import annotations
 

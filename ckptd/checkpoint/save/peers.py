@@ -1,4 +1,4 @@
-"""A store of another node that is connected to when something is wanted of it.
+"""Peers: which node keeps whose snapshots, known nodes and for how many lives, lazy connection.
 
 A job of thousands of nodes has as many agents. A rank needs a few files, which a few of them hold.
 """

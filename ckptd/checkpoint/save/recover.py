@@ -1,4 +1,4 @@
-"""Candidates of a load, newest first: commits of the line, and complete snapshots on it."""
+"""Candidates of a load: commits and complete snapshots, newest first; finishes a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Structure of the ranks' states, as data, and the plan of which rank writes which piece.
+"""`Structure` and `SavePlan`: which rank writes which piece, balance, replicas, conflicts.
+
+In it: size from which on a tensor that all hold is split.
 
 Every rank describes its own state; ranks with the same description form a *group* (data-parallel
 and tensor-parallel ranks describe meshes, so they are alike; pipeline stages differ). From all

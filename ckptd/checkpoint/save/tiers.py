@@ -1,4 +1,4 @@
-"""The tiers of a checkpointer: where snapshots are kept nearer than the root, as plain data.
+"""`Memory`, `Peer`, `Local`: tiers as a user writes them; how many snapshots, how long they linger.
 
 A near tier holds, below the same keys as a root, the files and parts of the ranks, and no commit
 record: a snapshot of which every rank's part is found is complete, and a load finishes it

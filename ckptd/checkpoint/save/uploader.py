@@ -1,4 +1,4 @@
-"""From one rank's snapshot in a slot to its tiers: a thread a tier, none waits for a slower one.
+"""From a slot to its tiers: a thread a tier, order, the root from the local file.
 
 The share is digested once, where it was staged. Memory keeps it there; the peer and the folder get
 its bytes, digests and part as they are; the root is written as without tiers. Where a snapshot goes

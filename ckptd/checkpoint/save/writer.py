@@ -1,4 +1,4 @@
-"""The process that writes: one a rank, without torch, started by the checkpointer.
+"""`SaveWriter`: process that writes; commits orphaned saves after its trainer's death; waits.
 
 It lives outside the trainer's session, so a signal to the trainer's group does not end it, and it
 outlives the trainer: what was staged completely when the trainer died is still written and, if

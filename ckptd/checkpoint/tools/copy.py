@@ -1,4 +1,4 @@
-"""Copying checkpoints between roots, with every digest checked on the way.
+"""Copy of checkpoints between roots: digests checked, resumed; threads, stall.
 
 The copy is a checkpoint of the target like any other: data first, then witness and manifest, and
 the commit record last, so that a copy that is killed is absent, never partial. It is written under

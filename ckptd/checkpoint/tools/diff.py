@@ -1,4 +1,4 @@
-"""The difference between two checkpoints, of one root or two, in one layout or two."""
+"""Difference of two checkpoints: tensors, values, objects; exact comparison, memory."""
 
 from __future__ import annotations
 

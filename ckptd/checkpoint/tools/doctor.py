@@ -1,4 +1,4 @@
-"""Probing a root: whether its newest checkpoint is whole, and what its store really does."""
+"""Probe of a root: whether its newest checkpoint is whole, what its store does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signing a checkpoint that exists, as it is."""
+"""Signs a checkpoint that exists, after verifying it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification: is everything of one checkpoint as it was written? Goes on after errors.
+"""Verification of a checkpoint: records, files, headers, digests, witness; threads, limits.
 
 From the top: commit record, manifest (digest, then every rule of the format), folders, then each
 file: size, header against what the manifest implies, digest index, and with ``deep`` every block

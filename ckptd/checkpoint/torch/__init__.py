@@ -1,4 +1,4 @@
-"""The API of training loops. Torch is imported here and nowhere below; names on first use."""
+"""The API of training loops; names on first use."""
 
 from __future__ import annotations
 

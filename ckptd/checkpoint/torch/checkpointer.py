@@ -1,4 +1,4 @@
-"""The checkpointer: what a training loop holds."""
+"""`Checkpointer`: save, load, wait, close, tags; its arguments and their checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying live tensors into a slot of the arena, in file order."""
+"""Copies live tensors into a slot: order, early and late copies, mutations found, freed memory."""
 
 from __future__ import annotations
 

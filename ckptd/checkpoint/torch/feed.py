@@ -1,4 +1,4 @@
-"""Schedule of the copies into a slot: their order, how many are under way, when all are done.
+"""Schedule of copies into a slot: groups, lanes, how many are under way.
 
 Without torch: a `CopyLane` carries copies out. A lane on the host copies in `push`; one of a GPU
 enqueues there and is done later (`ckptd.checkpoint.torch.ondevice`).

@@ -1,4 +1,4 @@
-"""Live tensors as targets that a read can fill: memory of the host, and of devices."""
+"""Live tensors as targets of a read, on host and devices; memory that cannot be filled in place."""
 
 from __future__ import annotations
 

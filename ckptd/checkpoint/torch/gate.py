@@ -1,4 +1,4 @@
-"""The gate: whatever mutates the state waits until the snapshot of it is copied.
+"""Gate: an optimizer's step, ``train()``, ``eval()`` wait until the snapshot is copied.
 
 Tensors of a model and its optimizer do not change between one optimizer step and the next, so they
 are copied while the next forward and backward run (lazy copies: DataStates-LLM, HPDC'24). An

@@ -1,4 +1,4 @@
-"""A checkpointer's job: its place in the root's history, and the launcher around it, if any.
+"""Job around a checkpointer: generation claimed, last step, launcher; interface of sessions.
 
 That of ckptd's own launchers is the part ``job``.
 """

@@ -1,4 +1,4 @@
-"""Saves and loads without a layout, and the methods that a layout overrides.
+"""Layouts as the core uses them: interface, and `NoLayout`; the slice `reshard` implements it.
 
 The slice `reshard` is the part ``layouts``: its classes derive from these.
 """

@@ -1,4 +1,7 @@
-"""Loading: from a checkpoint of any layout into the live state of this job."""
+"""`Loader`: tries checkpoints from nearest to oldest, plans, reads, applies; `LoadReport`; errors.
+
+In it: when an older one is tried; how long former nodes are waited for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The near tiers of one checkpointer: its node's agent, and those of the other nodes."""
+"""Near tiers of a checkpointer: when they are due, agents of all nodes, where a load looks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view of a checkpointer in a notebook."""
+"""A checkpointer shown in a notebook (HTML); how many rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Device side of a snapshot: clones, copy streams, change checks.
+"""Device side of a snapshot: clones, copy streams, pinned buffers and their sizes, graph captures.
+
+In it: from which size on tensors are cloned; writes that torch does not count.
 
 For devices of any kind that has streams and events (`ckptd.base.torch.device`).
 """

@@ -1,4 +1,4 @@
-"""Options of a `Checkpointer` in groups: how its root stores, how state is copied, how it ends."""
+"""Groups of options of `Checkpointer`: `Storage`, `CopyOptions`, `Preemption`; defaults, checks."""
 
 from __future__ import annotations
 

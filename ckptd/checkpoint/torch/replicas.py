@@ -1,4 +1,4 @@
-"""Sampled digests of what ranks hold in common: drifting replicas are found at the commit."""
+"""Replicas that drift: sampled digests of what ranks hold in common; windows and sizes."""
 
 from __future__ import annotations
 

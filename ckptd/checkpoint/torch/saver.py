@@ -1,4 +1,4 @@
-"""From a live state to a save under way: state, leaves, plan, slot; the writing process goes on."""
+"""From a live state to a save under way: flatten, plan, slot, copies, warnings."""
 
 from __future__ import annotations
 

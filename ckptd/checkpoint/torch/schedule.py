@@ -1,4 +1,4 @@
-"""Deciding whether a save is due, alike on every rank."""
+"""When a save is due: cadence agreed by ranks, signals (preemption, grace), skipped saves."""
 
 from __future__ import annotations
 

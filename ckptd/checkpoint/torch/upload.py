@@ -1,4 +1,4 @@
-"""Copies from the host to devices while a checkpoint is read: a ring of buffers, a stream a device.
+"""Copies to devices while a checkpoint is read: ring of pinned buffers, sizes, stall.
 
 Threads that read fill buffers of the ring; the copy of each is enqueued on a stream of ckptd's own,
 and the buffer is used again once an event says that it has been copied. What a load holds on the

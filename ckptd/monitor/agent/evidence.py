@@ -1,4 +1,7 @@
-"""Stacks and last output of ranks, and link probes, taken beside the watcher's loop.
+"""Evidence on a node: stacks (py-spy, kernel), last output, kernel lines, flight recorder dumps.
+
+In it: how long a stack may take, how many at once, how much text is kept; files that ranks print
+to.
 
 A launcher may kill a rank before the daemon asks for its stacks. So the stacks of a rank that looks
 stuck are taken early, and those of the others when one dies; they are kept for a later request.

@@ -1,4 +1,7 @@
-"""Signs of a node's hardware and kernel: each source in a thread of its own.
+"""Signs of hardware: kernel log, RDMA and network ports, pressure; plugins of ``ckptd.health``.
+
+In it: how often a source is asked and how long it may take; patterns and weights of signs; from
+which pressure on.
 
 Nothing waits for a source: one that hangs, as reading a broken device may, costs its own signs and
 nothing else. No sign is a verdict: `ckptd.monitor.rules.signs` says what they do to one.

@@ -1,4 +1,7 @@
-"""The check before a job: nodes connect to a coordinator, which orders tests and probes.
+"""Check before a job (``doctor --cluster``): coordinator and nodes, their messages and deadlines.
+
+In it: how long nodes are awaited, retries, confirmation of slow links; what is said of nodes that
+did not come.
 
 Everything between nodes is signed with the job's secret, and every wait has a deadline.
 """

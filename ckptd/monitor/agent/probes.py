@@ -1,4 +1,4 @@
-"""Probes of the links between two nodes: small messages, and bytes both ways.
+"""Probes of links between two nodes: latency and bytes both ways; answers, timeouts, sizes.
 
 The node that asks measures both directions, so no clocks are compared. Both prove first that they
 know the job's secret. The check before a job and the

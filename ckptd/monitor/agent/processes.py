@@ -1,4 +1,7 @@
-"""Processes of a node: whether one runs, how it ended, and whether it does anything."""
+"""Processes of a node: alive, state, exit code, CPU, I/O, memory, signals awaited, busy or idle.
+
+In it: from which share of CPU or bytes on a process counts as busy.
+"""
 
 from __future__ import annotations
 

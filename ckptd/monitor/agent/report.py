@@ -1,4 +1,4 @@
-"""Makes the reports of a node: what its ranks show now, and what was not sent before."""
+"""Makes a node's reports: new calls, groups, texts, usage; how many calls are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The rings of a node's ranks: found, opened, followed, and removed when no longer needed.
+"""Ring files of a node: found, opened, refused when damaged or foreign, removed when old.
+
+In it: how often folders are looked at; after which time a ring is stale.
 
 Nothing in a ring is trusted, and nothing in the folder either: files of other users are not
 opened, and one that is damaged is reported once and left alone until it is another file.

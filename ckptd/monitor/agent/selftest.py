@@ -1,4 +1,7 @@
-"""The check of a node by itself before a job: arithmetic, memory, disk, limits, GPUs."""
+"""Self test of a node before a job: arithmetic, memory, disk, limits, GPUs by nvidia-smi.
+
+In it: sizes and repetitions of the tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sums over all calls of a node's ranks, counted from the rings between two reports.
+"""Sums of a node between two reports: collectives, checksums, gaps, steps; calls that differ.
+
+In it: how many kinds, samples and steps are kept.
 
 A report has the last few calls of a rank only. Here every call is read once, so that no figure is
 estimated from a sample.

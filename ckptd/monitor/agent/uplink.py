@@ -1,4 +1,4 @@
-"""The way from an agent to the job's daemon: signed messages over one connection that comes back.
+"""Agent's way to the daemon: signed HTTP requests, timeouts, retries, findings that wait.
 
 Nothing here makes the agent wait. While the daemon is away nothing piles up: a report that did not
 arrive is not sent again, since the next one says more; findings are kept, a bounded number.

@@ -1,4 +1,4 @@
-"""Watching the ranks of a node: in the node's agent, or in a process of its own.
+"""Runs the watcher: in the node's agent or as a process; its arguments, ``--floor``.
 
 ``python -m ckptd.monitor.agent.watched --job NAME --daemon URL [--node NAME] [--rings FOLDER]
 [--floor PHASE=SECONDS]``

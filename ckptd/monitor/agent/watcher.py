@@ -1,4 +1,6 @@
-"""The watch over a node's ranks: looks at all of them 20 times a second, and reports to the daemon.
+"""`Watcher`: looks at all ranks of a node 20 times a second, takes evidence, reports, obeys orders.
+
+In it: how often it looks and reports; when a rank counts as stuck; when old rings are removed.
 
 It needs nothing of the ranks, which may be stopped, spin, hold the GIL or be dead, and nothing of
 the daemon, which may be away for as long as it likes.

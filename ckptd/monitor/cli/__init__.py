@@ -1,4 +1,4 @@
-"""Verbs that watch a job.
+"""Verbs that watch a job; the names that plugins use of them.
 
 The names below are what plugins use of them, imported on first use.
 """

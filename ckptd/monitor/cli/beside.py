@@ -1,4 +1,4 @@
-"""The watch beside ``ckptd run``."""
+"""The watch beside ``ckptd run``: the part ``watch``."""
 
 from __future__ import annotations
 

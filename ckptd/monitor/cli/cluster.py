@@ -1,4 +1,4 @@
-"""``ckptd doctor --cluster``: nodes and links before a job, one process a node."""
+"""``ckptd doctor --cluster``: options, port, places of nodes, prints of the check before a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd incidents``: what was diagnosed, with its evidence, from a daemon or its history file."""
+"""``ckptd incidents``: lists, follows and shows incidents, from a daemon or its history file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd recorder``: build the native recorder of collectives, and the native copy of loads."""
+"""``ckptd recorder build``: compiles the native recorder, within a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd replay``: the watch over a recording, again."""
+"""``ckptd replay``: the diagnosis over a recording or dumps; its prints."""
 
 from __future__ import annotations
 

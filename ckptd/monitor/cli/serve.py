@@ -1,4 +1,4 @@
-"""``ckptd serve``: the job's daemon, or a forwarder to it."""
+"""``ckptd serve``: options of the daemon, forwarder or simulated job, webhook, access, TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckptd top``: a job's ranks and incidents, live in the terminal."""
+"""``ckptd top``: asks a daemon and draws ranks and incidents in the terminal."""
 
 from __future__ import annotations
 

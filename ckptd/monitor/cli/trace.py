@@ -1,4 +1,4 @@
-"""``ckptd trace``: what each save cost, from recorded events."""
+"""``ckptd trace``: cost of each save by phase and rank, and a timeline for Perfetto."""
 
 from __future__ import annotations
 

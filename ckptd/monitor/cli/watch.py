@@ -1,4 +1,7 @@
-"""``ckptd watch``: run any program of PyTorch ranks watched, with no edit."""
+"""``ckptd watch``: runs a program of ranks watched, with its daemon and watcher; exit codes.
+
+In it: how long the daemon lingers and is awaited.
+"""
 
 from __future__ import annotations
 

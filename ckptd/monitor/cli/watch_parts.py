@@ -1,4 +1,7 @@
-"""Processes beside a watched job: the daemon and the watcher; and the reader of incidents."""
+"""Daemon and watcher beside a job: starts, restarts, login line, incidents on the console.
+
+In it: pauses and how often a daemon that ends is started again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests the daemon answers: names of the host, origins, the token and its cookie."""
+"""Access to the daemon: hosts, origins, token, cookie and its lifetime, security headers (CSP)."""
 
 from __future__ import annotations
 

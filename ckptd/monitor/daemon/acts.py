@@ -1,4 +1,4 @@
-"""A line of each act at the daemon of those with a token: who, from where, what, and the answer.
+"""Audit log: a line of each act of people at the daemon; size, rotation.
 
 The file lies beside the history, as its name with ``.acts``: a JSON object a line, appended.
 """

@@ -1,4 +1,4 @@
-"""The HTTP API, version 1, and the web page: see docs/reference/api.md."""
+"""HTTP API version 1: routes and their handlers, limits of requests, the page's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and answers: bodies within a limit, errors and plain data as JSON."""
+"""Request bodies within limits, errors as HTTP statuses, JSON answers; budget of unproved peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a daemon: what verbs use, with the token that the daemon's address file or URL has."""
+"""Client of a daemon for verbs: requests, events, the address file's token, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's connection to the job's controller: statuses come in, orders go out."""
+"""Daemon's connection to the job's controller: statuses in, orders of the page out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The documents of the API: each is one struct, which is encoded as it is declared.
+"""Documents of the API as structs: job, ranks, groups, calls, incidents, elastic, checkpoints.
+
+In it: the sentence (headline) of an incident, names of groups, limit of evidence.
 
 docs/reference/api.md describes their fields for users. Times are seconds since 1970 in fields that
 are called `now` or end in ``at``, and seconds in fields that end in ``_s``. NaN and infinity are

@@ -1,4 +1,4 @@
-"""A forwarder: joins the reports of its nodes into one for the daemon above, and orders into parts.
+"""Forwarder between agents and daemon: merges reports, splits orders; silent sources, limits.
 
 It keeps the newest report of each source only, so a root that is away costs no memory: when it is
 back, it hears how things are then.

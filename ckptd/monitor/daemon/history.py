@@ -1,4 +1,4 @@
-"""The daemon's memory: incidents, generations and a thinned-out series of the job, in SQLite.
+"""History file (SQLite): incidents, generations, series over time; thinning, limits, damage.
 
 The file is bounded. A damaged one is set aside under another name, which is said, and a new one
 begun: the daemon goes on without its past rather than not at all.

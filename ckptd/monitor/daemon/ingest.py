@@ -1,4 +1,4 @@
-"""Takes messages of agents that are signed, whole, new and of this job; counts refused ones."""
+"""Takes agents' messages: signature, order, job checked; refused ones counted."""
 
 from __future__ import annotations
 

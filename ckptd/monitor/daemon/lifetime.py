@@ -1,4 +1,4 @@
-"""Counts over the lifetime of a daemon: generations, time, recorded saves, recoveries."""
+"""Goodput, recoveries and recorded saves over a daemon's life; causes of recoveries, buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events: each client has a bounded queue, and one that does not read is dropped.
+"""Live stream of the page (server-sent events): clients, queues, resume after a break.
 
 An event's id is ``LIFE-REVISION``. A client that comes back with the last id it saw gets what
 changed since then; after a restart of the daemon, everything.

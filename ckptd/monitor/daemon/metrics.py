@@ -1,4 +1,4 @@
-"""``/metrics`` of the daemon, collected from the last round and from counters at each scrape."""
+"""Prometheus metrics of the daemon (``/metrics``): names, labels, buckets, the most ranks."""
 
 from __future__ import annotations
 

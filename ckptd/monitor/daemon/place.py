@@ -1,4 +1,4 @@
-"""Where a job's daemon is found: a file of mode 0600 in the run folder, and a lock beside it."""
+"""Where a job's daemon is found: address file in the run folder, lock, URL with token."""
 
 from __future__ import annotations
 

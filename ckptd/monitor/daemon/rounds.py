@@ -1,4 +1,6 @@
-"""The thread that owns the watch: it takes messages in order, and does a round when one is due.
+"""Rounds of the diagnosis in a thread; table of ranks and their status (ok, waiting, suspect, ...).
+
+In it: which changes of a row are sent.
 
 HTTP handlers never touch the watch. They hand in messages, receive the answers as futures, and read
 the `RoundResult` that each round leaves.

@@ -1,4 +1,4 @@
-"""Listens, serves until a signal, ends in order."""
+"""HTTP server of the daemon: connections, unproved ones, timeouts, TLS, end in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A daemon without its HTTP server: takes the result of each round, and serves documents."""
+"""Daemon without HTTP: keeps history, publishes events, calls webhook, records, documents.
+
+In it: how often the job's state is sent and kept; sizes of tape and history.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last messages as they came: what the timeline, the trace and a recording are made of."""
+"""Newest messages of agents, up to a number of bytes, for recordings and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the last seconds, from the node reports as they came; as a Chrome trace."""
+"""Calls of the last seconds as a Chrome trace; which ranks are asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells another service of incidents: signed POSTs from a thread of their own, never awaited."""
+"""Webhook: signed POSTs of incidents, tries and pauses, queue."""
 
 from __future__ import annotations
 

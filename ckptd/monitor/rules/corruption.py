@@ -1,4 +1,4 @@
-"""Replicas that ought to be equal and are not, and gradients that are out of line."""
+"""Silent corruption: replicas whose checksums differ, gradient norms out of line; steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks whose process ended, and nodes whose agent is silent and that no other node reaches."""
+"""Crashes: ranks whose process ended, exit codes and signals, silent nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One round: every verdict on what stands still, in the order in which they explain each other."""
+"""Order of the rules on what stands still, in which they explain each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks of a circle of waits do what the others do not: a call left out, or one too many."""
+"""Deadlocks: which ranks of a circle of waits left out a call or made one too many."""
 
 from __future__ import annotations
 

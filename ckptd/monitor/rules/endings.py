@@ -1,4 +1,4 @@
-"""Ends of processes, before they are judged: which are successful, which may have a cause."""
+"""Ends of processes before they are judged: which are good, how long others are awaited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crashes that follow from a call which a backend gave up, and the ranks waited for in it."""
+"""Crashes after a collective's time-out (NCCL watchdog), and the ranks that were waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Causes of a hang: a rank outside communication, a circle of waits, communication itself."""
+"""Hangs: ranks that stand still and why, circles of waits, calls that do not end, silent agents.
+
+In it: words for a process that is stopped, spins, holds the GIL or waits on a device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long nothing may happen: floors by phase, and what the job itself has shown to be usual."""
+"""Limits of hangs: seconds of silence by phase (init, train, eval, checkpoint), learned ones."""
 
 from __future__ import annotations
 

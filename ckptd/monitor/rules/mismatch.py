@@ -1,4 +1,4 @@
-"""Members of a group that make different calls at the same sequence number."""
+"""Mismatched collectives: members that make different calls at one number; sizes, shifted calls."""
 
 from __future__ import annotations
 

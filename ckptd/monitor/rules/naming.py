@@ -1,4 +1,4 @@
-"""Suspects: ranks, and the node that holds them where that is the shorter answer."""
+"""Suspects: ranks, or the node that holds most of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank was the first to give a NaN or an infinity to a sum over ranks."""
+"""NaN and infinity: the first rank that gave one to a sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The failure that a job tells of: lines of its ranks and of the kernel, joined by time.
+"""Failures in logs: classes by patterns of lines of ranks and the kernel (CUDA errors, OOM ...).
+
+In it: the table ``said.tsv``; which line counts, clocks and ranks in lines.
 
 Rules alone: each class is a pattern and what to do next. A line that only follows from another
 failure (a peer is gone, a call timed out) counts where no line shows a cause. Classes are those of

@@ -1,4 +1,4 @@
-"""Signs of hardware and kernel beside verdicts: they raise or lower one, and never make one.
+"""Hardware signs beside verdicts: how they raise or lower confidence, how long they count.
 
 A sign on a suspect's node takes part of the doubt away. One that most nodes show at the same time
 tells none of them apart: a verdict that names one of them is less sure.

@@ -1,4 +1,4 @@
-"""Slow ranks: the own time of each step, compared with that of like ranks and with the past."""
+"""Slow ranks (stragglers): own time of steps against like ranks and the past; windows, scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`NetStore`: a store that another process holds, over a connection."""
+"""`NetStore`: a store that another process holds (``ckptd://``); its options, timeouts, tries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StoreLink`: the client's end of one connection, and `LinkPool`: several, for calls at once."""
+"""Client's connections to a store server: one call each, a pool of idle ones, lost answers."""
 
 from __future__ import annotations
 

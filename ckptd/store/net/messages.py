@@ -1,4 +1,4 @@
-"""Messages between a store's client and its server, as plain data.
+"""Messages of store client and server; sizes of pieces, puts and pages.
 
 A request is answered by one message, or by a series that ends with a `Complete`; `Failed` takes the
 place of any of them and ends the answer. Bytes of objects travel behind `ObjectPiece` messages.

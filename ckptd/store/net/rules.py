@@ -1,4 +1,4 @@
-"""`Rules`: what the clients of a server may do."""
+"""`Rules`: what the clients of a store server may do."""
 
 from __future__ import annotations
 

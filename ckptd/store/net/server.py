@@ -1,4 +1,4 @@
-"""`StoreServer`: lets other processes use a store that this one holds."""
+"""`StoreServer`: lets other processes use a store; its sockets, secret, counts."""
 
 from __future__ import annotations
 

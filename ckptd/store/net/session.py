@@ -1,4 +1,4 @@
-"""`Session`: the server's end of one connection, after the greeting."""
+"""Server's end of a store connection: requests answered; `Limits` of clients, file mapping."""
 
 from __future__ import annotations
 

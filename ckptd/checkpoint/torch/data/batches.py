@@ -1,4 +1,4 @@
-"""`Batches`: where a job is in its data, exactly, for a loader or a function that makes a batch.
+"""`Batches`: position in a loader or function, exact resume, random streams, workers, prefetch.
 
 What makes batches draws from random streams: a loader that is iterated draws a seed for its
 workers and one for its shuffle, a function draws the indexes. Drawn from the global streams that

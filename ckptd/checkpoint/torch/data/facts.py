@@ -1,4 +1,4 @@
-"""Facts of a loader's data, saved with a position, so that a load notices other data.
+"""Facts of a data set that are compared at a resume: length, samples, sampler, batch size.
 
 A position is a count, or the loader's own state, and fits any data.
 """

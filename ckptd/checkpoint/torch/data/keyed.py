@@ -1,4 +1,4 @@
-"""Random streams that belong to a sample or a micro-batch, not to a rank.
+"""Random streams by sample or micro-batch instead of rank: seeds, generators.
 
 Streams of ranks give other numbers when the number of ranks changes, and training then takes
 another way: dropout alone moved a model's parameters by a tenth in 60 steps. A stream that is named

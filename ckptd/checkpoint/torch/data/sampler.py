@@ -1,4 +1,4 @@
-"""Samples for a rank of a world that may change: the position in the data is one integer."""
+"""`ElasticSampler`: micro-batches of this rank in a world that may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live tensors as data: a rank's `Structure`, and the regions that its local tensors hold."""
+"""Live tensors described: DTensor meshes and placements, which are refused, local regions."""
 
 from __future__ import annotations
 

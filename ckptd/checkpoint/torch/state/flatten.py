@@ -1,4 +1,4 @@
-"""`flatten`: a live training state as named leaves."""
+"""Flattens a state into leaves; what is recalled from save to save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HostedOptimizer`: an optimizer that steps on the host and keeps its state there, as any other.
+"""Optimizers offloaded to the host (torchao's CPUOffloadOptimizer).
 
 torchao's ``CPUOffloadOptimizer`` has a copy of each parameter in page-locked memory, its master,
 and an optimizer of torch's for each of them. A step changes masters and state on the host, then

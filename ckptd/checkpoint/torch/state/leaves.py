@@ -1,4 +1,4 @@
-"""Leaves: a training state as named tensors, objects and per-rank values.
+"""`Leaves`: tensors, objects, `PerRank` values by name; on-change rules; refused tensors.
 
 `Leaves` is what `flatten.flatten` and `restore.prepare` return, and what saving and loading work
 on; nothing beyond this package needs to know what a module or an optimizer is.

@@ -1,4 +1,4 @@
-"""Modules: parameters, persistent buffers and extra state under canonical names."""
+"""Modules: parameters, buffers, extra state, meta tensors, FSDP, statistics of ranks."""
 
 from __future__ import annotations
 

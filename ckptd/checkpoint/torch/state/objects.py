@@ -1,4 +1,4 @@
-"""Values that are no tensors: containers, and what of torch the codec may carry."""
+"""Values that are no tensors: containers, torch's dtypes and the like in the codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers: state by parameter name, groups as sets of names with hyperparameters.
+"""Optimizers: state by parameter name, groups, hyperparameters, which optimizer it is, misfits.
 
 The integers by which `Optimizer.state_dict()` knows parameters never reach the format: they
 depend on the order of groups, and on which parameters a rank happens to hold.

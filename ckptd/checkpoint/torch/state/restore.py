@@ -1,4 +1,4 @@
-"""Restoring: leaves for a load, and the values put back into the state.
+"""Load into a state: names matched, ``only``, missing and unexpected ones, mismatches; applied.
 
 The order of a load: `prepare` the leaves, compare them with the checkpoint, fill
 ``leaf.tensor`` of each tensor, `apply_objects`. Until then the state is unchanged but for the

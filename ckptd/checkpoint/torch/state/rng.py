@@ -1,4 +1,4 @@
-"""`Rng`: the process's random number generators as one value."""
+"""`Rng`: random generators of torch, devices, numpy and Python as one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as one object, with the tensors inside them as leaves of their own.
+"""Objects with tensors inside; numpy arrays; how large one may be to stay in the manifest.
 
 A `TensorRef` represents a tensor inside an encoded value: the tensor is a leaf of its own, under
 the name that the reference holds, or lies beside the value.

@@ -1,4 +1,4 @@
-"""The walk through the containers of a state: from a nesting to a list of sites.
+"""Walk through a state: what is a module, optimizer, wrapper, stateful object or plain value.
 
 Dicts are walked key by key. A list or tuple that holds modules, optimizers and the like is walked
 item by item; a list or tuple of mere values (tensors among them) is one site, so that its length

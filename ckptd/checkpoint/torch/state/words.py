@@ -1,4 +1,4 @@
-"""State that modules define themselves: by a ``state_dict`` of their own, or by hooks."""
+"""Modules with a ``state_dict`` or hooks of their own: when these are run, notes of versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that wrap others: what they are made of, and what must be equal for that to fit.
+"""Wrapper tensors (torchao's subclasses): parts saved and remade; what must be equal.
 
 A traceable wrapper subclass (``__tensor_flatten__`` and ``__tensor_unflatten__``: torchao's weights
 and moments, for instance) is saved as its inner tensors, ``NAME.PART`` each, and one object NAME

@@ -1,3 +1,3 @@
-"""Writes down every collective of this rank in its ring, for others to judge its health."""
+"""Writes down every collective of this rank in its ring; public names."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts of a c10d operator's call from its arguments: operation, group, size, root or peer."""
+"""Facts of a collective from its arguments: operation, group, size, root, peer, call site."""
 
 from __future__ import annotations
 

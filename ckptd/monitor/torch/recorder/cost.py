@@ -1,4 +1,4 @@
-"""The cost of recording a call, measured where it is recorded."""
+"""Cost of recording a call, measured at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far each group is, as PyTorch itself counts: what is left where no hook works.
+"""Source of last resort: PyTorch's own counters of calls of each group, copied into the ring.
 
 The flight recorder counts calls that were enqueued and that have completed, for each group. There
 are no single calls then: late ranks are seen; sizes, call sites and times are not. Its count of

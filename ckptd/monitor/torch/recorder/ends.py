@@ -1,4 +1,7 @@
-"""How the end of a call is learnt."""
+"""Ends of calls: by futures, waits, and device events (CUDA events, their clock, captures).
+
+In it: how many calls and events are followed at once.
+"""
 
 from __future__ import annotations
 

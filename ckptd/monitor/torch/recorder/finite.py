@@ -1,4 +1,4 @@
-"""Finds the first NaN or infinity that this rank gives to a sum over ranks: ``CKPTD_FINITE=1``.
+"""Finds the first NaN or infinity given to a reduction (``CKPTD_FINITE=1``).
 
 The input of each reduction that sums is summed up before the backend takes it, which passes over it
 once; on a device the sum is fetched when it is there, and nothing waits for it. Programs have such

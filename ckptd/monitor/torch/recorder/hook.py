@@ -1,4 +1,4 @@
-"""The hook on every operator of c10d, at the dispatcher's ``BackendSelect`` key.
+"""Dispatcher hook on every operator of c10d, in Python; its self test.
 
 All traffic of PyTorch's process groups passes there: eager, asynchronous, functional and compiled
 calls, DTensor, DDP, FSDP2, objects and point-to-point, on every backend, and on groups that exist

@@ -1,4 +1,4 @@
-"""Attach the recorder as the process joins its first process group.
+"""Attaches the recorder as the process joins its first process group.
 
 A module of its own, which imports nothing of the recorder: a program that imports ckptd before
 PyTorch has the recorder's modules half loaded when PyTorch calls `ckptd.monitor.injection`.

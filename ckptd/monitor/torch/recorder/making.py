@@ -1,4 +1,4 @@
-"""The making of process groups: ranks wait for each other there as in a call.
+"""Making of process groups (``init_process_group``) recorded as a wait of its members.
 
 A rank that is stopped before its first collective holds the others up in `init_process_group`.
 Without a sign that they wait, nothing could be said of a job that never came to its first call.

@@ -1,4 +1,4 @@
-"""Calls as the native hook sees them; Python answers its questions, once for each thing."""
+"""Native recorder: its build, load, self test, and answers to its questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pulse of a rank: a thread that says that it runs, and asks the main thread to say the same.
+"""Heartbeat thread of a rank, ping of its main thread; phases of compiling and checkpoints.
 
 From the two stamps and the state of the process others tell apart a rank that is stopped, that
 holds the GIL in C, whose main thread is blocked in C, and one that still runs Python.

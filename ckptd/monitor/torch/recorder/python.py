@@ -1,4 +1,4 @@
-"""Calls as the dispatcher hook in Python sees them."""
+"""Source in Python: writes the calls that the dispatcher hook sees into the ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes down every collective of this rank in its ring, for others to judge its health.
+"""`Recorder`: attaches, chooses a source, steps and phases, forks, generations, stepping aside.
 
 Nothing here changes what the watched program computes, in which order, or which errors it sees.
 What fails in the recorder itself makes it step aside, with one line in the log and a word in the

@@ -1,4 +1,4 @@
-"""Checksums of what ranks hold alike, and norms of gradients, as samples for the diagnosis."""
+"""Samples of a trainer: checksums of replicas (`check_replicas`), gradient norms."""
 
 from __future__ import annotations
 

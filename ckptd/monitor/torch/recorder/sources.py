@@ -1,4 +1,4 @@
-"""Ways to hear of calls, best first, and how one of them is chosen."""
+"""`Source`: ways to hear of calls, their order (``CKPTD_RECORDER``)."""
 
 from __future__ import annotations
 
