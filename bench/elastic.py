@@ -3,7 +3,7 @@
 One command a question: ``--case kill-worker --system ckptd-torchrun --reps 20``. Without
 ``--system`` all systems that can have the fault take turns; without ``--case`` all faults. Every
 repetition is a job of its own. Raw runs and the load are kept in ``results/elastic.json``, one
-list for each case and system, and measuring one leaves the others as they are.
+list for each case and system; measuring one leaves the others of this very commit as they are.
 
 ``--peers`` writes a table of its own: six faults of `PEERS`, ours beside torchrun, NVRx's launcher
 and torchft, in one run. Those two are installed beside the environment::
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import RESULTS, publish, table
+from common import RESULTS, provenance, publish, table
 from elastic_systems import SYSTEMS, Run
 
 _START_S = 120.0
@@ -284,9 +284,10 @@ def _split(rows: list[dict[str, Any]], step: dict[str, Any], struck: float) -> d
 
 
 def _kept() -> dict[str, Any]:
+    """Return the runs on this very commit: the table says one commit for all."""
     path = RESULTS / "elastic.json"
-    data = json.loads(path.read_text())["data"] if path.exists() else {}
-    return dict(data)
+    body = json.loads(path.read_text()) if path.exists() else {}
+    return dict(body["data"]) if body.get("commit") == provenance()["commit"] else {}
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
