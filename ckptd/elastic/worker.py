@@ -1,5 +1,7 @@
 """`WorkerLink`: a worker's connection to its launcher: marks, steps, saves asked for, orders.
 
+In it: how long last words may take; the end of a worker whose launcher is gone.
+
 The launcher's own end is in `ckptd.elastic.workerend`.
 """
 

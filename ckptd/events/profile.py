@@ -1,5 +1,7 @@
 """Cost of each save and its slowest rank, from the events of all ranks (``ckptd trace``).
 
+In it: how many figures and saves are kept; phases that are no work.
+
 Events may come in any order and from any number of processes; memory is bounded by the number of
 saves that are kept, and by the number of figures in all.
 """

@@ -1,5 +1,7 @@
 """Which intervals of a dimension each mesh coordinate holds, computed as arrays.
 
+In it: the most segments.
+
 The stored sequence is the one without splits. A split takes a contiguous part of what is left, so
 what one coordinate holds is a rising list of intervals, the *segments*. They are computed for all
 coordinates at once, as arrays: a mesh of 16,384 ranks costs milliseconds.

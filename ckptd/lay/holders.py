@@ -1,4 +1,7 @@
-"""Ranks that hold a cell (replicas), and which of them gives it to which rank (a hash)."""
+"""Ranks that hold a cell (replicas), and which of them gives it to which rank (a hash).
+
+In it: from how many ranks on arrays are used.
+"""
 
 from __future__ import annotations
 

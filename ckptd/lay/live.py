@@ -1,5 +1,7 @@
 """Live ranks: what a rank takes from and gives to each other one; averages of replicas.
 
+In it: how much of templates is kept.
+
 Each rank computes its own part. Which of several replicas gives is a pure function
 (`ckptd.lay.holders.choose`), so both sides come to the same transfers without a word.
 """

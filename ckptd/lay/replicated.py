@@ -1,5 +1,7 @@
 """Replicas that must be equal (``same``): parts of tensors that several ranks hold.
 
+In it: how much of templates is kept.
+
 A mesh axis that a rule does not mention holds replicas of the whole tensor. One that cuts some
 branches of a sum holds replicas of the others; and ranks that pack a tensor into buffers of
 different lengths have ranges of it in common. An alias that is cut as the rule that it copies is

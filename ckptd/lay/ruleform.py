@@ -1,4 +1,7 @@
-"""One equation in stored form: shape, numbers, grid, owners and holders of its parts."""
+"""One equation in stored form: shape, numbers, grid, owners and holders of its parts.
+
+In it: limits of cells and names.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Recordings of the daemon's messages: file, frames, checksums; replayed through the diagnosis.
 
+In it: the most rounds of a replay.
+
 A recording is one file: a header, then frames as they came. Each frame has a checksum; reading ends
 at the first that is torn or damaged, since what follows cannot be trusted to begin anywhere.
 """

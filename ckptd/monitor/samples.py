@@ -1,5 +1,7 @@
 """Sample file of a rank: checksums of replicas, norms, non-finite values; its format.
 
+In it: how many slots.
+
 header | slots; a ring as that of calls: all sizes fixed, the commit index of a slot stored last.
 The file of ``x.ring`` is ``x.samples``. A rank that takes no samples has none.
 

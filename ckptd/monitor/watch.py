@@ -1,4 +1,8 @@
-"""`JobWatch`: one round: gathers reports, runs all rules, links, incidents, evidence, orders."""
+"""`JobWatch`: one round: gathers reports, runs all rules, links, incidents, evidence, orders.
+
+In it: how long an end is held back where a controller may have meant it; slow steps without a slow
+rank.
+"""
 
 from __future__ import annotations
 

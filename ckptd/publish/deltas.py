@@ -1,6 +1,7 @@
 """Encoding of a changed block: sparse, byte planes, whole, compressed; which form is smallest.
 
-In it: from which share of changed elements on a form is not tried.
+In it: from which share of changed elements on a form is not tried; samples that tell whether
+packing pays.
 
 A delta is the XOR of a block's old and new bytes, so NaNs, signs of zeros and types without
 arithmetic are as any other bits, and deltas of successive versions are joined without

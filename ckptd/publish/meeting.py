@@ -1,5 +1,7 @@
 """How workers find a publisher: folder, address (``tcp://``) or store, and the secret's file.
 
+In it: how large its file may be; loopback addresses.
+
 What stands in the file is not trusted: it leads to a server, which has to prove that it knows the
 job's secret before anything else is believed.
 """

@@ -1,6 +1,7 @@
 """Reads DeepSpeed: ZeRO 1, 2, 3, pipelines, experts, universal folders; their file names.
 
-In it: which files are missing; counters of steps; ties; optimizer groups.
+In it: which files are missing; counters of steps; ties; optimizer groups; frozen and tied
+parameters.
 
 A rank of ZeRO holds parts of parameters end to end in flat buffers, group by group; the files of
 the model say which parameters in which order. Stage 3 cuts each parameter over the ranks; stages 1

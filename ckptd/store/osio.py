@@ -1,6 +1,7 @@
 """System calls of `LocalStore`, and what their errors mean (full, denied, gone, transient).
 
-In it: races of folders, page cache, rename without replacing.
+In it: how often a folder that vanishes is made again; page cache; rename without replacing; space
+that is left.
 
 Everything that changes a folder goes through one `Os` object. A fault campaign puts a `WatchedOs`
 in its place and strikes between any two steps; a test subclasses it to lose a reply as NFS does.

@@ -1,5 +1,7 @@
 """`Pack`: data files compressed as byte planes under zstd: format, threads, when it is worth it.
 
+In it: size of a frame; levels; the most threads; frames kept; after which stall it fails.
+
 The packed form of ``KEY`` is the object ``KEY.zp``. Readers look for it only when there is no
 ``KEY``, so that plain roots pay nothing and packed ones need not be announced.
 """

@@ -1,5 +1,8 @@
 """Probes of ``ckptd doctor``: create-only races, listings, ranges, space, speed, file systems.
 
+In it: how many racers and rounds; bytes of the speed test; space wanted; what is said of tmpfs, NFS
+and others.
+
 The probes write small objects below a folder of their own and remove them again. A store that
 cannot decide which writer creates an object first cannot keep checkpoints: both would believe
 that they committed.

@@ -1,4 +1,7 @@
-"""Errors of S3: codes and statuses as transient, gone, full, denied; answers that lack fields."""
+"""Errors of S3: codes and statuses as transient, gone, full, denied; answers that lack fields.
+
+In it: lists of codes and statuses.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """HTTP connections of S3: deadlines, proxies, idle ones, bodies without copies.
 
+In it: when an idle connection is dropped; largest answer.
+
 botocore signs and parses; its hook ``before-send`` hands each request to `S3Transport.send`. So
 bytes go from the caller's memory to the socket, and from the socket into the caller's memory,
 without a copy, and a request can be ended from another thread.

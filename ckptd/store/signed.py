@@ -1,5 +1,7 @@
 """Signed checkpoints: `HashedStore` hashes what is written, `SignedStore` reads what was signed.
 
+In it: size of a window; how many are kept; objects that need no signature.
+
 A signature lies in the folder of a checkpoint, beside its manifest. It lists the BLAKE3 of each
 object that a load of that checkpoint reads: the root's marker, the commit record, the manifest,
 data files and their digests. Of a data file larger than a window, the BLAKE3 of each of its windows

@@ -1,6 +1,7 @@
 """The job's secret (``CKPTD_SECRET``, its file, length, checks), derived keys, MACs of requests.
 
-In it: tokens of access and of reading, the challenge of a daemon; errors of wrong or repeated MACs.
+In it: the least and longest secret, patterns that are refused, mode of its file; tokens of access
+and of reading; the challenge of a daemon; errors of wrong or repeated MACs.
 
 The secret itself never leaves a process that was given it. What has to prove something to another
 process does so with a key of one purpose, so a key that leaks opens one thing only.

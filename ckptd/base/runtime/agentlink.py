@@ -1,5 +1,8 @@
 """Finds a node's agent or starts it: run folder (``CKPTD_RUN_DIR``), lock, socket, user check.
 
+In it: how long the lock is awaited; the longest path of a socket; the number of the agent's
+protocol.
+
 The first process that needs it starts it. The socket lies in a folder that only this user can
 enter. A process that looks for the agent holds a lock meanwhile, and so does an agent that is about
 to end: no client connects to one that is leaving.

@@ -1,4 +1,7 @@
-"""`GuardedMapping`: a mapped file, touched only while no process can shorten it; file systems."""
+"""`GuardedMapping`: a mapped file, touched only while no process can shorten it; file systems.
+
+In it: the file systems where it works; when a lease of the kernel is asked for again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`NodeAgent`: takes trainers' connections, knows when it may end, status, signals."""
+"""`NodeAgent`: takes trainers' connections, knows when it may end, status, signals.
+
+In it: how long an agent without a trainer waits; what it awaits at TERM, INT and ``agent stop``;
+memory that is kept for a job that died.
+"""
 
 from __future__ import annotations
 

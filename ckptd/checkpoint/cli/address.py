@@ -1,5 +1,7 @@
 """How verbs name a checkpoint (``ROOT@STEP``, ``ROOT@TAG``), open and hold it.
 
+In it: for how long calls of a verb are tried again; hints of the right address.
+
 ``ROOT`` is the newest checkpoint that counts, ``ROOT@STEP`` that step of the line,
 ``ROOT@STEP-gGENERATION`` that commit wherever it is, also beside the line, and ``ROOT@TAG`` the
 commit that a tag names. ``ROOT@latest`` says the first explicitly, for a root whose own name ends

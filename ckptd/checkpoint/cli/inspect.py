@@ -1,4 +1,8 @@
-"""``ckptd inspect``: tensors as a tree, layouts, objects, files, chunks of a checkpoint."""
+"""``ckptd inspect``: tensors as a tree, layouts, objects, files, chunks of a checkpoint.
+
+In it: patterns of ``--tensor`` and names that are near; the most chunks; how alike layers are
+folded into one line.
+"""
 
 from __future__ import annotations
 

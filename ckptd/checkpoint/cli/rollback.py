@@ -1,4 +1,7 @@
-"""``ckptd rollback``: back to an older checkpoint, by one record."""
+"""``ckptd rollback``: back to an older checkpoint, by one record.
+
+In it: how many abandoned checkpoints are shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``ckptd verify``: options, findings as printed, exit codes."""
+"""``ckptd verify``: options, findings as printed, exit codes.
+
+In it: how many findings are shown.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Names: keys below a root, chunks in a file, tensors of a state (wrappers left out, escapes).
 
+In it: the largest step, generation and rank; the longest name; tags that are no names.
+
 Spec sections 2 (root), 4.1 (chunk names) and 6 (canonical names).
 """
 

@@ -1,4 +1,7 @@
-"""A checkpoint's contents in words: layouts, ranks, objects, unread tensors and hints."""
+"""A checkpoint's contents in words: layouts, ranks, objects, unread tensors and hints.
+
+In it: how many sizes, ranks and items are shown.
+"""
 
 from __future__ import annotations
 

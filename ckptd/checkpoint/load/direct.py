@@ -1,5 +1,7 @@
 """`open_direct`: reads single boxes of tensors, verified, from many threads; cached blocks.
 
+In it: how many blocks are kept, bytes of one read, after which stall it fails.
+
 Of a file without digests just the bytes of the box are read.
 
 `ckptd.checkpoint.load.read.execute` reads for a whole job: it agrees with other ranks and starts

@@ -1,5 +1,7 @@
 """Data files of a load: sizes, headers and indexes checked, open descriptors, mmap, read-ahead.
 
+In it: how many files stay open; sealed memory; steps of read-ahead.
+
 Offsets in a checkpoint's own files follow from its manifest. A file of an older checkpoint holds
 more than what is referred to here, so its safetensors header gives them, by chunk name.
 """

@@ -1,4 +1,7 @@
-"""Interface of foreign formats, as the core uses it; the slice `readers` implements it."""
+"""Interface of foreign formats, as the core uses it; the slice `readers` implements it.
+
+In it: names of files by which a foreign checkpoint is suspected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranks of one host share a read: shared memory, who brings which blocks, waves."""
+"""Ranks of one host share a read: shared memory, who brings which blocks, waves.
+
+In it: the smallest budget; how work is shared out.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Carries a read out: fetch and verify blocks, agree, write; threads, windows, retries, budget.
 
+In it: how many threads; runs that are read together; how long an interrupted read waits; figures of
+a read; damaged files that are read again elsewhere.
+
 `execute` runs in two passes. Pass 1 brings every digest block that is needed and compares it with
 the digest index; ranks that share a host bring each block once. Then all ranks of the job agree
 that all is well, and only then pass 2 touches live buffers. When the bytes do not fit the budget

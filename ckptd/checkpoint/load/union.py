@@ -1,5 +1,8 @@
 """`UnionStore`: tiers read as one store, nearest first; wrong copies and failed tiers left out.
 
+In it: for how long a failed tier is left aside; how many are asked at once; after how many wrong
+objects one comes last.
+
 Data folders of attempts never change, so tiers can be united key by key. Nothing is believed for
 being near: the reader compares digests, and says `UnionStore.distrust` of what was wrong.
 """

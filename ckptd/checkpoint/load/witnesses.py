@@ -1,4 +1,7 @@
-"""Findings of a verification; witness read and compared while values stream by."""
+"""Findings of a verification; witness read and compared while values stream by.
+
+In it: how many findings are kept; largest witness file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """`Auto`: how often to save, from costs and failures (MTBF); Daly's optimum, its bounds.
 
+In it: default failure rate; longest interval; earlier lives of the job as evidence.
+
 The optimum is J. T. Daly's (A higher order estimate of the optimum checkpoint interval for restart
 dumps, Future Generation Computer Systems 22, 2006), which begins with J. W. Young's square root
 (A first order approximation to the optimum checkpoint interval, CACM 17, 1974).

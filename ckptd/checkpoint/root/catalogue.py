@@ -1,5 +1,7 @@
 """`Catalogue`: claims generations, publishes commits, rolls back, pins, tags, annotates.
 
+In it: refusals of a save that is behind, superseded or incomplete.
+
 Everything is decided by three kinds of small create-only records (``ckptd.json``, generations,
 commits) and computed from their names where names are enough. Records never change, so nothing
 here needs a lock, and of two processes that disagree, the one that created a name first has it.

@@ -1,5 +1,7 @@
 """Garbage collection: what may be deleted and why, after which time, in which order.
 
+In it: how long abandoned commits and leftovers are kept; guards of pins and leases.
+
 Order is what makes it safe to die anywhere: a commit record goes first, so that a checkpoint is
 whole or absent; its data goes when no commit refers to it; what is left over is found again by
 the next plan. Before and after each irreversible step the guards are looked at once more, because

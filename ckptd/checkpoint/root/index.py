@@ -1,5 +1,7 @@
 """`Index`: reads a root: marker, generations, line, records; marks of deletions; tier names.
 
+In it: how long a clean-up under way is awaited; when a mark is void; tries of a loop.
+
 A root is the folder with ``ckptd.json`` in it. Its records are created exactly once.
 """
 

@@ -1,4 +1,7 @@
-"""`Every` (when to save) and `Keep` (retention: last, best, period): rules and their checks."""
+"""`Every` (when to save) and `Keep` (retention: last, best, period): rules and their checks.
+
+In it: defaults; a metric's best, ties, checkpoints still without it.
+"""
 
 from __future__ import annotations
 

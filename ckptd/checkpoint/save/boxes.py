@@ -1,5 +1,7 @@
 """`BoxRoot`: saves for frameworks with boxes and ranks of their own.
 
+In it: the most cells; what is refused of boxes.
+
 `ckptd.checkpoint.torch.Checkpointer` finds out how a state is cut, and has processes that write. A
 framework with a checkpoint protocol of its own knows its cuts and runs its own collectives: one
 process plans, every rank writes its file, one process commits.

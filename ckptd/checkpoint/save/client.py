@@ -1,4 +1,8 @@
-"""Trainer's side of the writing process: starts, sends, replaces a dead one; waits, deaths."""
+"""Trainer's side of the writing process: starts, sends, replaces a dead one; waits, deaths.
+
+In it: how long a process may take to start and end; how often a save is handed over again; deaths
+in a row.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Deduplication: chunks that an older checkpoint holds; when the search stops; limits.
 
+In it: least size of a chunk, folders that one may refer to, share that must still be needed, how
+long the search is off.
+
 Rank 0's writing process chooses the newest committed checkpoint at the start of each save, leases
 it until the save ends, and names it by an object beside the parts of the other ranks. So all ranks
 refer to one checkpoint, and it is not deleted between their decision and the commit. The committer

@@ -1,5 +1,7 @@
 """A rank's share from its slot to a store: data file, digests, part; failed ones removed.
 
+In it: what is removed and reported where a disk is full.
+
 `drain` writes to the root while the slot is still filled; `stage_shard` and `put_shard` digest a
 share once and copy it to near tiers. This code runs outside the trainer: it has no torch and no
 loop. `ckptd.checkpoint.save.writer` has the loop, the process and the channel.

@@ -1,5 +1,7 @@
 """Messages of trainer, writing process and agent; parts of ranks; protocol number.
 
+In it: up to which size objects stand in the manifest; how long an answer may take.
+
 Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
 """
 

@@ -1,4 +1,7 @@
-"""Near tiers of a node: memory, local folder, peer: what is complete, cleared, served."""
+"""Near tiers of a node: memory, local folder, peer: what is complete, cleared, served.
+
+In it: when a peer is tried again; snapshots that will never be complete.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Peers: which node keeps whose snapshots, known nodes and for how many lives, lazy connection.
 
+In it: how many nodes an agent remembers.
+
 A job of thousands of nodes has as many agents. A rank needs a few files, which a few of them hold.
 """
 

@@ -1,4 +1,7 @@
-"""Candidates of a load: commits and complete snapshots, newest first; finishes a snapshot."""
+"""Candidates of a load: commits and complete snapshots, newest first; finishes a snapshot.
+
+In it: largest plan or part; snapshots that could not have been commits.
+"""
 
 from __future__ import annotations
 

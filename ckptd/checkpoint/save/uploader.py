@@ -1,5 +1,7 @@
 """From a slot to its tiers: a thread a tier, order, the root from the local file.
 
+In it: which snapshots in memory are brought to the root at the end.
+
 The share is digested once, where it was staged. Memory keeps it there; the peer and the folder get
 its bytes, digests and part as they are; the root is written as without tiers. Where a snapshot goes
 to the folder and to the root, the root is written from the folder's file, and the slot is free long

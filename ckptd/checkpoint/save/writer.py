@@ -1,5 +1,7 @@
 """`SaveWriter`: process that writes; commits orphaned saves after its trainer's death; waits.
 
+In it: how long parts of other ranks are awaited, a next generation, a turn among survivors.
+
 It lives outside the trainer's session, so a signal to the trainer's group does not end it, and it
 outlives the trainer: what was staged completely when the trainer died is still written and, if
 every other rank's part arrives, committed: by rank 0's worker, or by any other that survives it.

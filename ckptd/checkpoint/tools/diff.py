@@ -1,4 +1,7 @@
-"""Difference of two checkpoints: tensors, values, objects; exact comparison, memory."""
+"""Difference of two checkpoints: tensors, values, objects; exact comparison, memory.
+
+In it: NaNs, tolerance-free figures (largest difference), depth of values.
+"""
 
 from __future__ import annotations
 

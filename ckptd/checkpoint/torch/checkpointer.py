@@ -1,4 +1,7 @@
-"""`Checkpointer`: save, load, wait, close, tags; its arguments and their checks."""
+"""`Checkpointer`: save, load, wait, close, tags; its arguments and their checks.
+
+In it: before_mutation, stop_requested, what ``close`` waits for.
+"""
 
 from __future__ import annotations
 

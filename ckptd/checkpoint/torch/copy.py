@@ -1,4 +1,7 @@
-"""Copies live tensors into a slot: order, early and late copies, mutations found, freed memory."""
+"""Copies live tensors into a slot: order, early and late copies, mutations found, freed memory.
+
+In it: sizes of guarded reads; the error for a tensor that changed while it was copied.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Live tensors as targets of a read, on host and devices; memory that cannot be filled in place."""
+"""Live tensors as targets of a read, on host and devices; memory that cannot be filled in place.
+
+In it: how long earlier copies are awaited after a hang.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """`Loader`: tries checkpoints from nearest to oldest, plans, reads, applies; `LoadReport`; errors.
 
-In it: when an older one is tried; how long former nodes are waited for.
+In it: when an older one is tried; how long former nodes are waited for; followers (`Follower`)
+after a load.
 """
 
 from __future__ import annotations

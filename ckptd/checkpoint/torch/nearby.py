@@ -1,4 +1,7 @@
-"""Near tiers of a checkpointer: when they are due, agents of all nodes, where a load looks."""
+"""Near tiers of a checkpointer: when they are due, agents of all nodes, where a load looks.
+
+In it: ``CKPTD_DOMAIN``; how long another node's agent is tried.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Device side of a snapshot: clones, copy streams, pinned buffers and their sizes, graph captures.
 
-In it: from which size on tensors are cloned; writes that torch does not count.
+In it: sizes of copies and how many are under way; from which size on tensors are cloned; writes
+that torch does not count.
 
 For devices of any kind that has streams and events (`ckptd.base.torch.device`).
 """

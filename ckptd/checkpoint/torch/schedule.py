@@ -1,4 +1,8 @@
-"""When a save is due: cadence agreed by ranks, signals (preemption, grace), skipped saves."""
+"""When a save is due: cadence agreed by ranks, signals (preemption, grace), skipped saves.
+
+In it: which signals may ask; the error where the grace was too short; least interval while costs
+are unknown.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """State machine of a job: from events (lost, ended, late, orders) to the next generation.
 
 In it: what is done in each state, its deadline, and the sentences that explain it; which faults
-blame a node; when a job grows, shrinks, pauses, ends.
+blame a node, and for how long a faulty one counts; when a job grows, shrinks, pauses, ends; how
+long the first start waits for nodes.
 
 RUNNING, SUSPECT, FENCE, PLAN, RESHARD, RESUME, and aside of them PARKED, DONE and ABORTED. Every
 state has a deadline, and a fault in any of them leads back to FENCE with a new generation: a second

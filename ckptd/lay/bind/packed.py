@@ -1,5 +1,7 @@
 """Rules whose tensors lie in flat buffers alone: observed lengths of buffers compared.
 
+In it: how many lengths a finding shows.
+
 They are kept with the sizes that other tensors or the program say, and the lengths of the buffers
 are compared with what the rules make.
 """

@@ -1,4 +1,7 @@
-"""Logical tensors of a space, and which one a short reference means; near names."""
+"""Logical tensors of a space, and which one a short reference means; near names.
+
+In it: limit of names compared.
+"""
 
 from __future__ import annotations
 

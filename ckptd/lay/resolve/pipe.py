@@ -1,5 +1,7 @@
 """``pipe``: stage strings of Megatron's pipelines, their letters, layers by stage.
 
+In it: limits of repetition and nesting.
+
 The strings are those of Megatron-LM's ``--pipeline-model-parallel-layout``: ``E`` is the
 embedding, ``t`` a decoder layer, ``m`` a multi-token-prediction layer, ``L`` the loss. ``|`` parts
 stages, which may be empty, ``t*3`` and ``(tt|)*29`` repeat, commas and spaces mean nothing. Stage

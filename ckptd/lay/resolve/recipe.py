@@ -1,4 +1,7 @@
-"""Recipes: layouts that cut and name no tensor (``fsdp``, ``zero3``)."""
+"""Recipes: layouts that cut and name no tensor (``fsdp``, ``zero3``).
+
+In it: limits.
+"""
 
 from __future__ import annotations
 

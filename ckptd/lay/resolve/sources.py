@@ -1,4 +1,7 @@
-"""Where names after ``use`` and ``of`` are looked up: the program, its files, shipped ones."""
+"""Where names after ``use`` and ``of`` are looked up: the program, its files, shipped ones.
+
+In it: how many files a program may use; names that are near.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``ckptd doctor --cluster``: options, port, places of nodes, prints of the check before a job."""
+"""``ckptd doctor --cluster``: options, port, places of nodes, prints of the check before a job.
+
+In it: how long the coordinator is awaited.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``ckptd incidents``: lists, follows and shows incidents, from a daemon or its history file."""
+"""``ckptd incidents``: lists, follows and shows incidents, from a daemon or its history file.
+
+In it: pauses between tries, width of texts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``ckptd replay``: the diagnosis over a recording or dumps; its prints."""
+"""``ckptd replay``: the diagnosis over a recording or dumps; its prints.
+
+In it: widths of columns; how many are named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Daemon's connection to the job's controller: statuses in, orders of the page out."""
+"""Daemon's connection to the job's controller: statuses in, orders of the page out.
+
+In it: times of connecting, silence and answers; how many nodes and which reason an order may have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Takes agents' messages: signature, order, job checked; refused ones counted."""
+"""Takes agents' messages: signature, order, job checked; refused ones counted.
+
+In it: how many senders are remembered.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Live stream of the page (server-sent events): clients, queues, resume after a break.
 
+In it: limits of clients, waiting events and bytes; how often a comment is sent.
+
 An event's id is ``LIFE-REVISION``. A client that comes back with the last id it saw gets what
 changed since then; after a restart of the daemon, everything.
 """

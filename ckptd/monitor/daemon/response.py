@@ -1,6 +1,7 @@
 """Response to incidents with a controller: policy by class (act, ask), nodes excluded, restarts.
 
-In it: when a restart is in vain or not repeated; which class of incident acts by itself.
+In it: when a restart is in vain or not repeated; which class of incident acts by itself; spares;
+ranks that are busy and left alone.
 
 `response` decides, from data only, which nodes are excluded and whether the ranks restart. The
 policy of an incident's class says whether that is done at once (``act``), offered to a person

@@ -1,4 +1,7 @@
-"""Calls of the last seconds as a Chrome trace; which ranks are asked for."""
+"""Calls of the last seconds as a Chrome trace; which ranks are asked for.
+
+In it: the most ranks and messages looked at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Silent corruption: replicas whose checksums differ, gradient norms out of line; steps."""
+"""Silent corruption: replicas whose checksums differ, gradient norms out of line; steps.
+
+In it: how many steps a rank must be out of line; how long late checksums are awaited.
+"""
 
 from __future__ import annotations
 

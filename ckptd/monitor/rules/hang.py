@@ -1,6 +1,7 @@
 """Hangs: ranks that stand still and why, circles of waits, calls that do not end, silent agents.
 
-In it: words for a process that is stopped, spins, holds the GIL or waits on a device.
+In it: after which time a heartbeat is stale; how many suspects are named; words for a process that
+is stopped, spins, holds the GIL or waits on a device.
 """
 
 from __future__ import annotations

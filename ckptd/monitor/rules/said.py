@@ -1,6 +1,7 @@
 """Failures in logs: classes by patterns of lines of ranks and the kernel (CUDA errors, OOM ...).
 
-In it: the table ``said.tsv``; which line counts, clocks and ranks in lines.
+In it: the table ``said.tsv``; which line counts, clocks and ranks in lines; how many lines are read
+and shown.
 
 Rules alone: each class is a pattern and what to do next. A line that only follows from another
 failure (a peer is gone, a call timed out) counts where no line shows a cause. Classes are those of

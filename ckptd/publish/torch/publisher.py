@@ -1,6 +1,7 @@
 """`Publisher`: slots and their memory, copies, versions that are skipped, servers that died.
 
-In it: memory for deltas; how many versions it remembers; waits.
+In it: the share of memory for deltas; how many versions it remembers; how long a place, a copy and
+the end are awaited.
 """
 
 from __future__ import annotations

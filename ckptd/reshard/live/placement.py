@@ -1,5 +1,7 @@
 """Placement of experts: tables of which rank has which, and programs that say another one.
 
+In it: what is wrong with a table.
+
 A placement says for each coordinate of the mesh axis that experts are cut over (``ep``) which
 experts it has. In a program it stands as ``e@ep:at[...]``, a coordinate for each expert.
 """

@@ -1,4 +1,7 @@
-"""Client's connections to a store server: one call each, a pool of idle ones, lost answers."""
+"""Client's connections to a store server: one call each, a pool of idle ones, lost answers.
+
+In it: how many idle ones are kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`StoreServer`: lets other processes use a store; its sockets, secret, counts."""
+"""`StoreServer`: lets other processes use a store; its sockets, secret, counts.
+
+In it: how long its end waits for clients.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """`Batches`: position in a loader or function, exact resume, random streams, workers, prefetch.
 
+In it: loaders whose state fits one number of workers; hint for data that changed; when skipped
+batches are logged.
+
 What makes batches draws from random streams: a loader that is iterated draws a seed for its
 workers and one for its shuffle, a function draws the indexes. Drawn from the global streams that
 would depend on dropout and evaluations, and an iterator made after a load would shift the streams

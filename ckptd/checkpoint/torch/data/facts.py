@@ -1,5 +1,7 @@
 """Facts of a data set that are compared at a resume: length, samples, sampler, batch size.
 
+In it: how many samples are digested; words of the error.
+
 A position is a count, or the loader's own state, and fits any data.
 """
 

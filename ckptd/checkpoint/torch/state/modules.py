@@ -1,4 +1,8 @@
-"""Modules: parameters, buffers, extra state, meta tensors, FSDP, statistics of ranks."""
+"""Modules: parameters, buffers, extra state, meta tensors, FSDP, statistics of ranks.
+
+In it: sharded parameters of FSDP2; buffers that DDP broadcasts; meta buffers that no checkpoint
+holds.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Optimizers: state by parameter name, groups, hyperparameters, which optimizer it is, misfits.
 
+In it: the state names of torch's own optimizers; masters on the host; hyperparameters that are
+tensors.
+
 The integers by which `Optimizer.state_dict()` knows parameters never reach the format: they
 depend on the order of groups, and on which parameters a rank happens to hold.
 """

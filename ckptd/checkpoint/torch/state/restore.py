@@ -1,5 +1,7 @@
 """Load into a state: names matched, ``only``, missing and unexpected ones, mismatches; applied.
 
+In it: how many names an error lists; names that are near.
+
 The order of a load: `prepare` the leaves, compare them with the checkpoint, fill
 ``leaf.tensor`` of each tensor, `apply_objects`. Until then the state is unchanged but for the
 tensors that were filled: made tensors are not attached yet, meta tensors still are meta.

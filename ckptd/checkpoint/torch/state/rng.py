@@ -1,4 +1,7 @@
-"""`Rng`: random generators of torch, devices, numpy and Python as one value."""
+"""`Rng`: random generators of torch, devices, numpy and Python as one value.
+
+In it: which devices' streams are saved; a seed for another world.
+"""
 
 from __future__ import annotations
 

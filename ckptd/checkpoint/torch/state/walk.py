@@ -1,5 +1,7 @@
 """Walk through a state: what is a module, optimizer, wrapper, stateful object or plain value.
 
+In it: how far a wrapper is searched for an optimizer; refused ``Optimizer.state_dict()``.
+
 Dicts are walked key by key. A list or tuple that holds modules, optimizers and the like is walked
 item by item; a list or tuple of mere values (tensors among them) is one site, so that its length
 may differ between what was saved and what is live.

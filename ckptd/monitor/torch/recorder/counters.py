@@ -1,5 +1,7 @@
 """Source of last resort: PyTorch's own counters of calls of each group, copied into the ring.
 
+In it: how often they are copied.
+
 The flight recorder counts calls that were enqueued and that have completed, for each group. There
 are no single calls then: late ranks are seen; sizes, call sites and times are not. Its count of
 completed calls stays too low where two of gloo's threads end one at the same time.

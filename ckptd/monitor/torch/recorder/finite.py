@@ -1,5 +1,7 @@
 """Finds the first NaN or infinity given to a reduction (``CKPTD_FINITE=1``).
 
+In it: names of the parameter; how many sums may be on their way.
+
 The input of each reduction that sums is summed up before the backend takes it, which passes over it
 once; on a device the sum is fetched when it is there, and nothing waits for it. Programs have such
 values on purpose (a loss scale that is tried out, the mean of nothing), so none counts by itself:

@@ -1,5 +1,7 @@
 """Heartbeat thread of a rank, ping of its main thread; phases of compiling and checkpoints.
 
+In it: how often it beats and pings.
+
 From the two stamps and the state of the process others tell apart a rank that is stopped, that
 holds the GIL in C, whose main thread is blocked in C, and one that still runs Python.
 """
