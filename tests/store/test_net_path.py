@@ -23,18 +23,19 @@ from tests.processes import PATIENCE_S
 DATA = b"these are weights, " * 16_000
 """Some 300 kB: several reads of a socket, and tens of TLS records."""
 WAIT_S = 0.3
-LIMITS = Limits(greeting_s=WAIT_S, idle_s=PATIENCE_S, frame_s=WAIT_S)
+"""For what never comes."""
 
 
 @contextmanager
-def path() -> Iterator[tuple[OnPath, StoreServer, MemoryStore, StoreSpec]]:
+def path(wait_s: float = WAIT_S) -> Iterator[tuple[OnPath, StoreServer, MemoryStore, StoreSpec]]:
     memory = MemoryStore(uuid.uuid4().hex)
-    with StoreServer(memory, secret=new_secret(), limits=LIMITS) as server:
+    limits = Limits(greeting_s=wait_s, idle_s=PATIENCE_S, frame_s=wait_s)
+    with StoreServer(memory, secret=new_secret(), limits=limits) as server:
         target = parse_server(server.url)
         assert isinstance(target, Address)
         between = OnPath(target)
         options = server.describe().options
-        options |= {"retry_s": 0.0, "connect_s": WAIT_S, "answer_s": WAIT_S}
+        options |= {"retry_s": 0.0, "connect_s": wait_s, "answer_s": wait_s}
         try:
             yield between, server, memory, StoreSpec(f"ckptd://{between.address}", options)
         finally:
@@ -111,7 +112,7 @@ def test_transfers_that_are_meddled_with_for_long(report: Callable[[str], None])
 
 def test_what_passes_is_not_the_data() -> None:
     """At the version before, an attacker found the weights in it, and put others in their place."""
-    with path() as (between, _, memory, spec):
+    with path(PATIENCE_S) as (between, _, memory, spec):
         memory.put("there", DATA)
         with spec.open() as store:
             assert store.get("there") == DATA
