@@ -1,4 +1,7 @@
-"""`MembershipLog`: create-only records in a store; their names, folder and largest size."""
+"""`MembershipLog`: create-only records in a store; their names, folder and largest size.
+
+In it: the error where another controller wrote a record first.
+"""
 
 from __future__ import annotations
 

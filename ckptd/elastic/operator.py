@@ -1,4 +1,7 @@
-"""`OperatorLink`: a person's or the daemon's connection to the controller; waits and silence."""
+"""`OperatorLink`: a person's or the daemon's connection to the controller; waits and silence.
+
+In it: errors and hints where no controller answers.
+"""
 
 from __future__ import annotations
 

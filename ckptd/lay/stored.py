@@ -1,5 +1,7 @@
 """`StoredForm`: tensors, grids and owners of a checkpoint of a layout, whatever the ranks.
 
+In it: tensors of one name.
+
 Splits are taken out of the rules and numbers in names are global. What ranks hold are cells of a
 rectilinear grid, and each cell belongs to the lowest rank that holds it. Grids and owners are made
 once per rule; layers and states share them.

@@ -1,6 +1,7 @@
 """`ServerLink`: a worker's connection to a server: questions, answers, digests, mapped slots.
 
-In it: times of connecting; lease of a held version and how often it is renewed.
+In it: times of connecting; lease of a held version and how often it is renewed; errors of a lost
+server and of damaged parts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Worker's tensors held quantized: scales from maxima of all ranks; forms that are refused.
 
+In it: hints for what cannot be filled.
+
 The blocks that have a scale each are those of the tensor as this rank holds it, counted from its
 own first element: so the kernels that use it look them up. A block's scale follows from its largest
 magnitude, wherever its elements come from; so first the magnitudes are asked of all that have a

@@ -1,5 +1,7 @@
 """Comparisons while a reshard runs: witness values in target files, tied copies with originals.
 
+In it: errors and hints for copies that differ from their original.
+
 Samples are compared while the values are in the staging memory. `ckptd.reshard.elements`, which
 knows nothing of boxes and blocks, finds the place of each value of the source's witness.
 

@@ -1,6 +1,7 @@
 """Rank processes for tests: starts them (fork server, modules preloaded), deadline, errors.
 
-In it: how many lines of a rank's log an error has; how long stacks and kills are awaited.
+In it: how many lines of a rank's log an error has; how long stacks and kills are awaited; the order
+in which failed ranks are named.
 
 `run_ranks` calls one function in `nproc` processes that form a gloo process group over loopback,
 as torchrun would start them, and returns what each rank returned. `rank_outcomes` does the same and

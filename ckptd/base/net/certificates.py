@@ -1,6 +1,6 @@
 """Certificates from files of another authority (``CKPTD_TLS_CERTIFICATE``, ``_KEY``, ``_CA``).
 
-In it: how often they are read again; role and node in their URI.
+In it: how often they are read again; the role and node in their URI, and refusals of others.
 
 Three variables name them: ``CKPTD_TLS_CERTIFICATE``, ``CKPTD_TLS_KEY`` and ``CKPTD_TLS_CA``, all in
 PEM; in a path, the role that a process needs takes the place of ``{role}``: it may be several.

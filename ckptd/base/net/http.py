@@ -1,5 +1,7 @@
 """`HttpClient`: asks an HTTP or HTTPS server: answers of bounded size, streams of events.
 
+In it: errors of a server that does not answer; longest line of a stream.
+
 It is made of `http.client`: a client of a package would bring six others into every agent, take
 0.1 s to import, and must be made to bound an answer all the same.
 """

@@ -1,4 +1,7 @@
-"""Pools of threads for one pass: small tasks, stopped by the first error; number of cores."""
+"""Pools of threads for one pass: small tasks, stopped by the first error; number of cores.
+
+In it: the error of a pass that makes no progress.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch dtypes by the format's names, tensors as raw bytes; tests for DTensor, FSDP, subclasses."""
+"""torch dtypes by the format's names, tensors as raw bytes; tests for DTensor, FSDP, subclasses.
+
+In it: types that this PyTorch lacks.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """`CheckpointReader`: any checkpoint as named tensors and objects; sections.
 
+In it: errors of unknown tensors, and of kinds that are not read.
+
 Tools (diff, export, inspect, reshard) read checkpoints through `CheckpointReader` and know no
 format. ckptd's own is `ckptd.checkpoint.load.reader.CkptdReader`; another format is one more
 subclass.

@@ -1,5 +1,7 @@
 """One process at work in a generation without ranks (copies); its lease, takeover.
 
+In it: the refusal of a step that is behind; pauses between tries.
+
 A copy is written by one process, which may be killed and started again. The lease that it keeps on
 its unfinished checkpoint shows others that it lives, and keeps gc away from what it wrote so far.
 """

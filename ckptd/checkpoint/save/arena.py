@@ -1,6 +1,7 @@
 """`Slot`, `Slots`: shared memory that a snapshot is copied into; how many, reuse, out of memory.
 
-In it: the most slots; sizes of pieces; slots that keep snapshots in memory.
+In it: the most slots; how long a save waits for a free one, and the error; sizes of pieces; slots
+that keep snapshots in memory.
 
 It has one or more slots, a segment each. A new one is filled by system calls (`Slot.put`): the
 kernel takes a page and copies into it, in one pass, where touching a fresh page fills it with zeros

@@ -1,7 +1,8 @@
 """Runs a whole controller: opens the log, takes the seat of the leader, sees its nodes off.
 
-In it: how long it tries the store at its start; how often it looks whether another leads; how long
-it lingers after the end; signs of life for launchers that do not hear it.
+In it: how long it tries the store at its start; how often it looks whether another leads, or
+whether most nodes do not reach it; how long it lingers after the end; signs of life for launchers
+that do not hear it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rounds of the diagnosis in a thread; table of ranks and their status (ok, waiting, suspect, ...).
 
-In it: which changes of a row are sent.
+In it: which changes of a row are sent; how many messages may wait.
 
 HTTP handlers never touch the watch. They hand in messages, receive the answers as futures, and read
 the `RoundResult` that each round leaves.

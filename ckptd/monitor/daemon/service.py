@@ -1,6 +1,7 @@
 """Daemon without HTTP: keeps history, publishes events, calls webhook, records, documents.
 
-In it: how often the job's state is sent and kept; sizes of tape and history.
+In it: how often the job's state is sent and kept; sizes of tape and history; errors without a
+controller.
 """
 
 from __future__ import annotations

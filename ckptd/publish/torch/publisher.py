@@ -1,7 +1,7 @@
 """`Publisher`: slots and their memory, copies, versions that are skipped, servers that died.
 
-In it: the share of memory for deltas; how many versions it remembers; how long a place, a copy and
-the end are awaited.
+In it: how many slots at least; the share of memory for deltas; how many versions it remembers; how
+long a place, a copy and the end are awaited.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Header of a stream between live ranks: table of types, numbers and samples; its check.
 
+In it: the error where the two ends mean different streams.
+
 Both ends know its length from their plans. It holds facts that only the giver knows (which tensors
 it has, of which type), and values that prove that the two ends mean the same stream.
 """

@@ -1,6 +1,7 @@
 """`relayout`: fills the live tensors of one layout from those of another, rank to rank.
 
-In it: checks that source and target share no memory; optimizer state that the target lacks.
+In it: checks that source and target share no memory, and that all ranks pass the same sides;
+optimizer state that the target lacks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`OutputFormat`: what formats share: unfinished folder, resume, final names, replaced files.
 
-In it: which other checkpoints in the folder are refused or replaced.
+In it: which other checkpoints in the folder are refused or replaced; element types that safetensors
+does not have.
 
 A job has a folder of its own in there, with all that is not finished. The last process gives the
 files the names of the format, then writes the small files, the one that makes the folder a

@@ -1,4 +1,8 @@
-"""Flattens a state into leaves; what is recalled from save to save."""
+"""Flattens a state into leaves; what is recalled from save to save.
+
+In it: values that may not be ``PerRank``; seeds that are drawn again; loaders whose iterator is not
+reached.
+"""
 
 from __future__ import annotations
 

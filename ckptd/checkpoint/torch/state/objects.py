@@ -1,4 +1,7 @@
-"""Values that are no tensors: containers, torch's dtypes and the like in the codec."""
+"""Values that are no tensors: containers, torch's dtypes and the like in the codec.
+
+In it: errors of an object's own ``state_dict`` and ``load_state_dict``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Messages of a checkpointer to its launcher (committed, loaded), and its wish for a save.
 
-In it: checkpointers and publishers that are abandoned when a generation ends.
+In it: checkpointers and publishers that are abandoned when a generation ends; the refusal to begin
+behind the step that the job had reached.
 """
 
 from __future__ import annotations

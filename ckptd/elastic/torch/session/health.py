@@ -1,5 +1,7 @@
 """Health check of devices between generations: a kernel on each, caches emptied.
 
+In it: words of the fault; which devices are looked at.
+
 An error of a device may be sticky: every later call of the process fails with it, and only another
 process is rid of it. A process that went on would be found out in the next generation, which would
 end for it.

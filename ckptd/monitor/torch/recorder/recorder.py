@@ -1,5 +1,7 @@
 """`Recorder`: attaches, chooses a source, steps and phases, forks, generations, stepping aside.
 
+In it: ``attach`` and ``detach``, hints where the rank is unknown; which folder rings lie in.
+
 Nothing here changes what the watched program computes, in which order, or which errors it sees.
 What fails in the recorder itself makes it step aside, with one line in the log and a word in the
 ring; the program goes on unwatched.

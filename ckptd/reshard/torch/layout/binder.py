@@ -1,5 +1,7 @@
 """`BoundLayout`: a job's layout, bound to the shapes that its ranks hold; messages between ranks.
 
+In it: refusals of shapes and states that do not fit the layout, and their hints.
+
 Sizes follow from the shapes of all ranks, so ranks tell each other theirs once: a digest a rank,
 and each distinct description to all. From then on every rank knows what all others hold.
 """
