@@ -59,6 +59,13 @@ def test_a_chunk_with_the_same_digest_is_referred_to_and_others_are_not() -> Non
     assert found.file == before.files[0]
 
 
+@pytest.mark.parametrize("word", [0, 1])
+def test_a_digest_that_is_alike_in_half_is_another(word: int) -> None:
+    now = table(b"a").copy()
+    now[0, word] ^= np.uint64(1)
+    assert not same_as(held(b"a"), now, sizes(BIG), {OLD}).any()
+
+
 def test_small_chunks_and_unknown_ones_are_written() -> None:
     before = held(b"a", b"b", b"c", nbytes=BIG)
     before.where[2] = -1

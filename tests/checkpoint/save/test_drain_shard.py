@@ -29,12 +29,16 @@ def test_a_peer_gets_what_a_folder_gets(world: int) -> None:
     assert content(peer) == content(folder)
 
 
-def test_a_share_whose_slot_was_taken_is_not_put() -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_share_whose_slot_was_taken_is_not_put(sealed: bool) -> None:
+    """Nor where the next snapshot is whole there: that is none of this one's."""
     plan = plan_of()
     shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
-    assert shard.is_whole
+    before = shard.is_whole
     shard.slot.begin(2)
-    assert not shard.is_whole
+    if sealed:
+        shard.slot.seal()
+    assert (before, shard.is_whole) == (True, False)
     store = MemoryStore("taken")
     with pytest.raises(SaveError) as caught:
         put_shard(store, shard)
@@ -44,7 +48,34 @@ def test_a_share_whose_slot_was_taken_is_not_put() -> None:
     assert not shard.is_whole
 
 
+def test_a_slot_that_is_taken_while_the_last_of_it_is_written_leaves_no_share() -> None:
+    """What was written may be of two snapshots."""
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+
+    class Slow(MemoryStore):
+        def writer(self, key: str, size: int) -> Writer:
+            writer = super().writer(key, size)
+            write = writer.write
+
+            def taken(data: memoryview) -> None:
+                write(data)
+                if len(data) == shard.data_bytes:
+                    shard.slot.begin(2)
+                    shard.slot.seal()
+
+            writer.write = taken  # type: ignore[method-assign]
+            return writer
+
+    store = Slow("overtaken")
+    with pytest.raises(SaveError):
+        put_shard(store, shard)
+    shard.slot.close()
+    assert not content(store)
+
+
 def test_the_part_goes_last() -> None:
+    """It speaks for a file whose name is durable by then."""
     plan = plan_of()
     shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
     order: list[str] = []
@@ -54,9 +85,13 @@ def test_the_part_goes_last() -> None:
             order.append(key)
             super().put(key, data, create_only=create_only)
 
+        def sync(self, prefix: str) -> None:
+            order.append(prefix)
+
     put_shard(Watched("order"), shard)
     shard.slot.close()
     assert order[-1].endswith("parts/r00000")
+    assert shard.save.folder in order
 
 
 class Full(MemoryStore):
