@@ -6,9 +6,11 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptd.checkpoint.save import agentmemory
 from ckptd.checkpoint.save.agentmemory import AgentMemoryStore
 from ckptd.checkpoint.save.arena import CONTROL_BYTES
 from ckptd.checkpoint.save.neartiers import age
@@ -181,6 +183,21 @@ def test_a_guest_that_is_dropped_while_it_is_read_is_never_seen_mixed(
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_guest_that_is_filled_again_while_it_is_read_is_gone(
+    shelf: AgentMemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = agentmemory._copy
+
+    def slow(*arguments: Any) -> None:
+        copy(*arguments)
+        put(shelf, "data/x", b"b" * 9000)
+
+    put(shelf, "data/x", b"a" * 9000)
+    monkeypatch.setattr(agentmemory, "_copy", slow)
+    with pytest.raises(NotFoundError):
+        shelf.get("data/x")
 
 
 def test_no_memory_for_a_guest_is_said(shelf: AgentMemoryStore) -> None:

@@ -26,6 +26,8 @@ SHAPES: dict[str, tuple[int, ...]] = {f"layer{i}": (64, 64, 4096) for i in range
 SHAPES |= {"a": (512, 64), "b": (512, 64), "c": (3, 1), "s": ()}
 WORLD = 4
 PLAN = plan_of(SHAPES, world=WORLD)
+CUT = plan_of({"wide": (512, 64, 4096), "a": (512, 64)}, world=WORLD)
+"""Of a tensor that several ranks write, so that its pieces lie in several files."""
 INDEX = "0" * 32
 
 
@@ -61,31 +63,35 @@ def part_of(
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> list[dict[FileEntry, list[int]]]:
+def choices(draw: st.DrawFn) -> tuple[SavePlan, list[dict[FileEntry, list[int]]]]:
     """For each rank which of its chunks lie in which of three old files of its own."""
+    plan = draw(st.sampled_from([PLAN, CUT]))
     out = []
     for rank in range(WORLD):
-        where = [draw(st.integers(-1, 2)) for _ in PLAN.filemap.chunks(rank)]
+        where = [draw(st.integers(-1, 2)) for _ in plan.filemap.chunks(rank)]
         out.append(
             {old_file(s, rank): [i for i, w in enumerate(where) if w == s] for s in range(3)}
         )
-    return out
+    return plan, out
 
 
 @given(choices())
-def test_every_piece_lies_where_its_part_says(chosen: list[dict[FileEntry, list[int]]]) -> None:
-    parts = [part_of(rank, referred) for rank, referred in enumerate(chosen)]
-    manifest = assemble(PLAN, parts, save_of(), None)
+def test_every_piece_lies_where_its_part_says(
+    drawn: tuple[SavePlan, list[dict[FileEntry, list[int]]]],
+) -> None:
+    plan, chosen = drawn
+    parts = [part_of(rank, referred, plan) for rank, referred in enumerate(chosen)]
+    manifest = assemble(plan, parts, save_of(plan), None)
     name, raw = encode_manifest(manifest)
     filemap = check_manifest(manifest, name, len(raw))
     check_files(manifest, filemap)
     for rank, referred in enumerate(chosen):
         away = {n: f.path for f, numbers in referred.items() for n in numbers}
         own = file_key(manifest.folder, rank)
-        for number, chunk in enumerate(PLAN.filemap.chunks(rank)):
+        for number, chunk in enumerate(plan.filemap.chunks(rank)):
             file = filemap.owner(chunk.tensor, chunk.piece.index)
             assert manifest.files[file].path == away.get(number, own)
-    assert encode_manifest(assemble(PLAN, parts, save_of(), None)) == (name, raw)
+    assert encode_manifest(assemble(plan, parts, save_of(plan), None)) == (name, raw)
 
 
 def test_tensors_that_are_referred_to_alike_share_their_map() -> None:
@@ -125,6 +131,13 @@ def test_a_part_without_references_changes_nothing() -> None:
     parts = [part_of(rank, {}) for rank in range(WORLD)]
     manifest = assemble(PLAN, parts, save_of(), None)
     assert (manifest.tensors, manifest.owners) == (PLAN.tensors, PLAN.owners)
+
+
+def test_the_metadata_of_rank_0_count() -> None:
+    parts = [
+        msgspec.structs.replace(part_of(rank, {}), metadata={"rank": rank}) for rank in range(WORLD)
+    ]
+    assert assemble(PLAN, parts, save_of(), None).metadata == {"rank": 0}
 
 
 LAST = len(PLAN.filemap.chunks(0))

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckptd.checkpoint.save.drain import put_shard
+from ckptd.checkpoint.save.drain import put_shard, stage_shard
+from ckptd.checkpoint.save.messages import Blob, Sealed
 from ckptd.checkpoint.save.recover import complete_snapshots
 from ckptd.errors import SaveError, StoreError
 from ckptd.store.base import Writer
@@ -27,6 +28,22 @@ def test_a_peer_gets_what_a_folder_gets(world: int) -> None:
         shard.slot.close()
         snapshotting.put_share(folder, plan, rank, values(7), save.name, save.attempt)
     assert content(peer) == content(folder)
+
+
+def test_what_is_digested_is_there_already() -> None:
+    plan = plan_of()
+    whole = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    slot = slot_for(plan)
+    slot.begin(1)
+
+    def wait(upto: int) -> None:
+        slot.data[slot.staged : upto] = whole.slot.data[slot.staged : upto]
+        slot.staged = upto
+
+    shard = stage_shard(whole.plan, whole.save, slot, wait, lambda: Sealed(1))
+    assert shard.small == whole.small
+    slot.close()
+    whole.slot.close()
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -78,6 +95,8 @@ def test_the_part_goes_last() -> None:
     """It speaks for a file whose name is durable by then."""
     plan = plan_of()
     shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    sealed = Sealed(1, blobs=(Blob("0" * 32, b"{}", True),))
+    shard = stage_shard(shard.plan, shard.save, shard.slot, lambda _: None, lambda: sealed)
     order: list[str] = []
 
     class Watched(MemoryStore):

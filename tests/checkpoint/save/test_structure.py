@@ -248,3 +248,20 @@ def test_one_group_that_has_a_name_twice_is_refused_as_two_are(cut: dict) -> Non
     other = msgspec.structs.replace(entry, **cut), whole
     with pytest.raises(UsageError, match="ranks disagree on a tensor"):
         build_plan([RankGroup(Structure.of([(entry, whole), other]), (0,))], 1)
+
+
+def test_values_of_each_ranks_own_are_not_cut_over_ranks() -> None:
+    """However large they are: half of one and half of another would be nobody's."""
+    tensors = [tensor("own", (4096, 1024))]
+    assert set(owners(plan(tensors, 2), "own")) == {0, 1}
+    structure = Structure.of(tensors, own=("own",))
+    assert owners(build_plan([RankGroup(structure, (0, 1))], 2), "own") == [0]
+
+
+def test_a_tensor_is_written_by_a_rank_that_has_it() -> None:
+    names = ("first", "second", "third")
+    groups = [
+        RankGroup(Structure.of([tensor("both", (8,)), tensor(name, (8,))]), (rank,))
+        for rank, name in enumerate(names)
+    ]
+    assert [owners(build_plan(groups, 3), name) for name in names] == [[0], [1], [2]]
