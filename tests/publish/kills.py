@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 LINGER_S = 3.0
 _SERVER = "tests.publish.killserver"
 _VERSIONS = 4
-"""The first step from here on that is not skipped is the last."""
+"""The first step from here on that is not skipped is the last; a store gets so many versions."""
 _MOST_STEPS = 60
 _QUIET = 5
 """After so many updates without a newer version a worker leaves; each waits a second."""
@@ -129,13 +129,29 @@ def trainer(place: str, spec: Kill) -> list[int]:
             publication = publisher.publish(step, {"model": module})
             if publication.wait(TIMEOUT_S):
                 done.append(step)
-                if step >= _VERSIONS:
+                if (len(done) if spec.to else step) >= _VERSIONS:
                     break
+                _paced(folder, spec, step)
             else:
                 time.sleep(0.2)  # workers hold what they pull
         (folder / f"published-{rank}").touch()
         _there(folder / "looked", 60.0)
     return done
+
+
+def _paced(folder: Path, spec: Kill, step: int) -> None:
+    """Wait until the workers have a version of a store, or somebody was killed.
+
+    They would leave versions out where they are slow, and might not come to their point.
+    """
+    files = [folder / f"had-{step}-{worker}" for worker in (0, 1)]
+    if spec.to:
+        with suppress(TimeoutError):
+            until(
+                lambda: (folder / "killed").exists() or all(f.exists() for f in files),
+                "a version that workers have",
+                within_s=TIMEOUT_S,
+            )
 
 
 def slots_of(pid: int) -> set[int]:
@@ -176,7 +192,9 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
     if mine is not None and mine.point in FIRST_POINTS:
         mine.arm(folder)
     quiet = 0  # the same on both ranks, as what `update` returns: they leave together
-    while quiet < (_QUIET if seen else 3 * _QUIET) and max(seen, default=0) < _VERSIONS:
+    while quiet < (_QUIET if seen else 3 * _QUIET):
+        if (len(seen) if spec.to else max(seen, default=0)) >= _VERSIONS:
+            break
         begun = time.monotonic()
         try:
             report = subscriber.update(wait_s=1.0)
@@ -194,6 +212,7 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
                 if mine is not None and mine.point not in FIRST_POINTS:
                     mine.arm(folder)
                 (folder / f"first-{rank}").touch()
+            (folder / f"had-{report.version.step}-{rank}").touch()
     version = subscriber.version
     held = _is_step(module, rank)
     with suppress(CkptdError):
