@@ -1,6 +1,7 @@
 """Workers that pass on what they pull: a trainer's bytes, and the time until the last one has them.
 
     python bench/fanout.py            # counts with real processes, and the model; seconds
+    python bench/fanout.py --linked   # over links of limited bandwidth, with faults; minutes; root
     python bench/fanout.py --draw     # docs/guide/fanout.svg alone, from the last table
 
 *Counted*: one publisher and 1, 4 and 16 workers, four a host, real processes that pull 8 MB of
@@ -12,6 +13,13 @@ which begin at once in any order. Of whom each takes is asked of the code that a
 (`ckptd.publish.passing.Sources`); who has everything gives it to one after the other. Latency,
 digests, and links that are shared with others are left out. Without passing on the trainer's link
 is shared by all.
+
+*Linked*: 1, 4 and 16 workers, two a host, which pull 4 MB of bfloat16 at once. Each host, and the
+trainer's, is a network namespace that can send and receive 10 Mbit/s (`tc`, htb); within a host
+workers use its sockets. Bytes are those that the trainer's interface has sent, with all headers;
+seconds are from the call of ``publish`` to the last worker's return from ``update``. In rows with
+a fault the first worker to give the fourth answer to another one, or to take it, is killed or
+stopped then, and the others count. A version crosses a link in 3.4 s.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ import json
 import os
 import random
 import sys
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +42,10 @@ import torch.distributed as dist
 import ckptd
 from ckptd.publish.messages import ServerEntry
 from ckptd.publish.passing import Sources
-from ckptd.testing.ranks import run_ranks
+from ckptd.testing.ranks import PRELOADED, run_ranks
 
 sys.path.insert(0, str(common.HERE.parent))
+from tests.publish.linked import FAULTS, LinkedWorld
 from tests.publish.passworker import links_of, received
 
 PICTURE = common.HERE.parent / "docs" / "guide" / "fanout.svg"
@@ -56,7 +67,7 @@ def modelled(workers: int) -> dict[str, Any]:
     sources, takers, control = Sources(), defaultdict[int, list[int]](list), 0
     for worker in order:
         entry = ServerEntry(f"host-{worker // A_HOST}", f"{worker}", "", "")
-        path = sources.path(b"k", entry, worker)
+        path, _ = sources.path(b"k", entry, worker)
         control = max(control, len(path))
         takers[int(path[0].address) if path else -1].append(worker)
 
@@ -117,6 +128,38 @@ def counted(folder: str, workers: int, *, pass_on: bool) -> dict[str, Any]:
     }
 
 
+def linked(folder: str, workers: int, fault: str = "", *, pass_on: bool) -> dict[str, Any]:
+    """Have one version used by all, over links of limited bandwidth."""
+    hosts = -(-workers // 2)
+    at = Path(folder) / f"linked-{workers}-{pass_on}-{fault}".replace(" ", "-")
+    how: dict[str, Any] = {"mbit": 10.0, "rows": 2048, "pass_on": pass_on, "fault": fault}
+    with LinkedWorld(at, hosts, workers // hosts, **how) as world:
+        before, begun = world.sent(), time.monotonic()
+        wanted = world.publish(1)
+        used = [world.used(one) for one in (world.survivors() if fault else world.workers)]
+        if {one.values for one in used} != {wanted}:
+            raise SystemExit("a worker has other values than were published")
+        return {
+            "workers": workers,
+            "pass on": pass_on,
+            "fault": fault or "none",
+            "times": (world.sent() - before) / (how["rows"] * 2048),
+            "s": max(one.at for one in used) - begun,
+        }
+
+
+def linked_table(folder: str) -> None:
+    """Measure over links, and write the table."""
+    PRELOADED.extend(["ckptd.publish.torch.publisher", "ckptd.lay.bind", "tests.publish.linked"])
+    kinds = [(n, "", p) for n in COUNTED for p in (False, True)]
+    kinds += [(COUNTED[-1], fault, True) for fault in FAULTS]
+    data = [linked(folder, n, fault, pass_on=p) for n, fault, p in kinds]
+    keys = ["workers", "pass on", "fault", "times", "s"]
+    head = ["workers", "pass on", "one worker is", "trainer sends, of those needed once", "s"]
+    text = common.table(head, [[row[key] for key in keys] for row in data])
+    common.publish("fanout_linked", common.command(), text, data)
+
+
 def draw(data: dict[str, Any]) -> None:
     """Draw both: bytes and time by workers."""
     import matplotlib
@@ -154,6 +197,10 @@ def draw(data: dict[str, Any]) -> None:
 def main() -> None:
     if "--draw" in sys.argv:
         draw(json.loads((common.RESULTS / "fanout.json").read_text())["data"])
+        return
+    if "--linked" in sys.argv:
+        with tempfile.TemporaryDirectory(prefix="ckptd-bench-") as folder:
+            linked_table(folder)
         return
     options = common.arguments(__doc__)
     Path(options.dir).mkdir(exist_ok=True)

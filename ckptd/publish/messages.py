@@ -23,6 +23,8 @@ PASSING = "pass on 1"
 """Of connections of workers to workers."""
 MOST_BODY = 16 << 20
 """Largest message in bytes: the names of a large model's tensors."""
+MOST_FAILED = 16
+"""Workers that one worker tries to take of before it asks the server."""
 MOST_READ_BYTES = 64 << 20
 """Most raw bytes of one answer."""
 
@@ -380,10 +382,13 @@ class AskSource(_Question, frozen=True, tag="source"):
         worker has the answers.
     entry
         Where the worker is going to pass them on.
+    failed
+        Addresses of workers that did not give them.
     """
 
     key: _Sum
     entry: ServerEntry
+    failed: Annotated[tuple[_Text, ...], Meta(max_length=MOST_FAILED)] = ()
 
 
 class AskProved(_Question, frozen=True, tag="proved"):
@@ -413,10 +418,14 @@ QUESTION = msgpack_decoder(
 
 
 class AskPassed(_Question, frozen=True, tag="passed"):
-    """Of a worker: answers that it passes on, after `wait_s` at most. Answered by `Passed`."""
+    """Of a worker: answers that it passes on, after `wait_s` at most. Answered by `Passed`.
+
+    Lower places have their turn before others.
+    """
 
     name: _Sum
     wait_s: Annotated[float, Meta(ge=0, le=60)]
+    place: _Number = 0
 
 
 class AskPart(_Question, frozen=True, tag="part"):
@@ -453,9 +462,10 @@ class PublishedAbout(_Answer, frozen=True, tag="about"):
 
 
 class ServerList(_Answer, frozen=True, tag="found"):
-    """Where servers are, in the order of the question."""
+    """Where servers are, in the order of the question; see also `ckptd.publish.passing.Sources`."""
 
     entries: tuple[ServerEntry, ...]
+    place: _Number = 0
 
 
 class Newest(_Answer, frozen=True, tag="newest"):

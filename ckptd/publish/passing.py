@@ -22,6 +22,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -36,6 +38,7 @@ from ckptd.errors import CkptdError, NotFoundError
 from ckptd.publish.link import Arrived, ReadRequest, ServerLink, damaged
 from ckptd.publish.messages import (
     MOST_BODY,
+    MOST_FAILED,
     PASSED_QUESTION,
     PASSING,
     AskPart,
@@ -54,8 +57,8 @@ from ckptd.publish.messages import (
 _MOST_CONNECTIONS = 256
 _MOST_PROVED = 4096
 _PLACES = 8
-"""Workers that one worker sends to at a time; of the same answers one after the other, so that the
-first of them passes them on the earliest."""
+"""Workers that one worker sends to at a time; of the same answers to one of another host after the
+other, so that the first of them, which has the most behind it, passes them on the earliest."""
 _GREETING_S = 10.0
 _CONNECT_S = 3.0
 _TICK_S = 1.0
@@ -94,24 +97,35 @@ class Sources:
         self._proved: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def path(self, key: bytes, entry: ServerEntry, asker: Hashable) -> tuple[ServerEntry, ...]:
+    def path(
+        self, key: bytes, entry: ServerEntry, asker: Hashable, failed: Sequence[str] = ()
+    ) -> tuple[tuple[ServerEntry, ...], int]:
         """Return earlier workers, each of which takes of those behind it; empty: of the server.
 
-        Hosts are a binomial tree, since a host that has everything passes it on to one after the
-        other; workers within a host are one, too.
+        With the place of the asker among those that take of the first one: lower ones have more
+        behind them. Hosts are a binomial tree, since a host that has everything passes it on to one
+        after the other; workers within a host are one, too. Those at addresses that `failed` are
+        left out. A worker that asks again keeps its place: nobody waits for one that waits for it.
         """
         with self._lock:
             held = self._of.setdefault(asker, [])
-            while len(held) > 1 or (held and held[0][0] == key):
-                self._leave(asker, *held.pop(0))
-            held.append((key, entry.host))
-            hosts = self._asking.setdefault(key, {})
-            firsts = [found[0][1] for found in hosts.values()]
-            mates = hosts.setdefault(entry.host, [])
-            path = [mates[at][1] for at in _line(len(mates))]
-            path += [firsts[at] for at in _line([*hosts].index(entry.host))]
-            mates.append((asker, entry))
-            return tuple(path)
+            if (key, entry.host) not in held:
+                if len(held) > 1:
+                    self._leave(asker, *held.pop(0))
+                held.append((key, entry.host))
+                hosts = self._asking.setdefault(key, {})
+                hosts.setdefault(entry.host, []).append((asker, entry))
+            firsts: list[ServerEntry] = []
+            for host, found in self._asking[key].items():
+                before = takewhile(lambda one: one[0] != asker, found)
+                good = (one for _, one in before if one.address not in failed)
+                if host == entry.host:
+                    break
+                firsts += islice(good, 1)
+            mates = list(good)
+            path = [mates[at] for at in _line(len(mates))]
+            path += [firsts[at] for at in _line(len(firsts))]
+            return tuple(path), len(mates) or len(firsts)
 
     def leave(self, asker: Hashable) -> None:
         """Name a worker no more: its connection is gone."""
@@ -121,10 +135,11 @@ class Sources:
 
     def _leave(self, asker: Hashable, key: bytes, host: str) -> None:
         hosts = self._asking.get(key, {})
-        left = [one for one in hosts.pop(host, []) if one[0] is not asker]
-        if left:
-            hosts[host] = left
-        elif not hosts:
+        mates = hosts.get(host, [])
+        mates[:] = [one for one in mates if one[0] != asker]
+        if not mates:
+            hosts.pop(host, None)
+        if not hosts:
             self._asking.pop(key, None)
 
     def prove(self, key: bytes, total: bytes) -> None:
@@ -157,6 +172,10 @@ class _Share:
         Whether they are all there, and right; None while they come.
     users
         Workers that have asked for them and are connected.
+    waiting
+        Of workers that wait for their turn: whether they are on this host, and their places.
+    busy
+        Whether workers of this host, or of others, have their turn: one of each may.
     """
 
     whole: bool | None = None
@@ -164,7 +183,8 @@ class _Share:
     answers: list[tuple[ReadBytes, memoryview]] = field(default_factory=list)
     progress: int = 0
     users: int = 0
-    busy: bool = False
+    waiting: list[tuple[bool, int]] = field(default_factory=list)
+    busy: set[bool] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -273,20 +293,22 @@ class Passing:
             share = self._pulled[-1].shares[name] = _Share()
         proved: tuple[bytes, ...] = ()
         try:
-            path = link.ask(AskSource(key, self.entry), ServerList).entries if requests else ()
-            for at, entry in enumerate(path):
+            failed: tuple[str, ...] = ()
+            while requests and len(failed) < MOST_FAILED:
+                said = link.ask(AskSource(key, self.entry, failed), ServerList)
+                if not (path := said.entries):
+                    break
+                failed += (path[0].address,)
                 try:
-                    with contextlib.closing(self._open(entry, link)) as other:
-                        stuck_s = _STUCK_S * (len(path) - at)
-                        sums = self._offered(other, link, name, share, stuck_s, beat)
+                    with contextlib.closing(self._open(path[0], link)) as other:
+                        wanted = AskPassed(name, _TICK_S, said.place)
+                        sums = self._offered(other, link, wanted, share, len(path), beat)
                         if not sums:
                             continue
-                        total = b""
-                        for one in sums:
-                            total = folded(total, one)
+                        total = reduce(folded, sums, b"")
                         good = link.ask(AskProved(key, total), HoldAnswer).good
                         if not good or len(sums) != len(requests):
-                            raise damaged(entry.address)
+                            raise damaged(path[0].address)
                         proved = sums
                         with contextlib.closing(self._taken(other, requests, share, sums)) as came:
                             for found in came:
@@ -319,23 +341,23 @@ class Passing:
         self,
         other: ServerLink,
         link: ServerLink,
-        name: bytes,
+        wanted: AskPassed,
         share: _Share,
-        stuck_s: float,
+        far: int,
         beat: Callable[[], object],
     ) -> tuple[bytes, ...]:
         """Wait for the turn to take answers of a worker; none where it does not have them.
 
         Nor where the server is gone, which could not say whether they are right.
         """
-        end, last = time.monotonic() + stuck_s, -1
+        end, last = time.monotonic() + _STUCK_S * far, -1
         while not link.lost:
             beat()
-            found = other.ask(AskPassed(name, _TICK_S), Passed, _TICK_S + _LATE_S)
+            found = other.ask(wanted, Passed, _TICK_S + _LATE_S)
             if found.sums or not found.there:
                 return found.sums
             if found.progress != last:
-                last, end = found.progress, time.monotonic() + stuck_s
+                last, end = found.progress, time.monotonic() + _STUCK_S * far
                 share.progress += 1
             elif time.monotonic() > end:
                 break
@@ -402,7 +424,7 @@ class _Taker:
             try:
                 self._connection.permit(question, PASSING)
                 if isinstance(question, AskPassed):
-                    self._connection.send(self._offered(question.name, question.wait_s))
+                    self._connection.send(self._offered(question))
                 else:
                     self._give(question.at)
             except CkptdError as error:
@@ -421,12 +443,13 @@ class _Taker:
     def _end_turn(self) -> None:
         if self._turn and self._share is not None:
             with self._passing._change:
-                self._turn = self._share.busy = False
+                self._turn = False
+                self._share.busy.discard(self._connection.local)
                 self._passing._free += 1
                 self._passing._change.notify_all()
 
-    def _offered(self, name: bytes, wait_s: float) -> Passed:
-        passing = self._passing
+    def _offered(self, asked: AskPassed) -> Passed:
+        passing, name, here = self._passing, asked.name, self._connection.local
         self._end_turn()
         if name != self._name:
             self.leave()
@@ -437,17 +460,21 @@ class _Taker:
                     return Passed(False)
                 self._name, self._share = name, shares[-1]
                 self._share.users += 1
-            share = self._share
+            share, mine = self._share, (here, asked.place)
+            share.waiting.append(mine)
 
             def free() -> bool:
-                return bool(share.whole) and not share.busy and passing._free > 0
+                first = mine == min(one for one in share.waiting if one[0] == here)
+                return bool(share.whole and first and passing._free) and here not in share.busy
 
             passing._change.wait_for(
-                lambda: passing._ended or share.whole is False or free(), wait_s
+                lambda: passing._ended or share.whole is False or free(), asked.wait_s
             )
-            if not free():
+            self._turn = free()
+            share.waiting.remove(mine)
+            if not self._turn:
                 return Passed(share.whole is not False, share.progress)
-            self._turn = share.busy = True
+            share.busy.add(here)
             passing._free -= 1
             return Passed(True, share.progress, tuple(share.sums))
 

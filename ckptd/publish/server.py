@@ -652,10 +652,10 @@ class _Session:
                 send(self._changed(since, number, wait_s))
             case AskRead():
                 self._read(question)
-            case AskSource(key, entry):
-                path = server._sources.path(key, entry, self._connection)
+            case AskSource(key, entry, failed):
+                path = server._sources.path(key, entry, self._connection, failed)
                 self._wanted, self._asked, self._total = key, asked_first(self._names), b""
-                send(ServerList(path))
+                send(ServerList(*path))
             case AskProved(key, total):
                 send(HoldAnswer(server._sources.proved(key, total)))
 

@@ -26,7 +26,7 @@ from ckptd.errors import CkptdError
 from ckptd.publish import passing, pull
 from ckptd.publish.blocks import incoming_digest
 from ckptd.publish.link import ServerLink
-from ckptd.publish.messages import Passed, ReadBytes
+from ckptd.publish.messages import AskPassed, Passed, ReadBytes
 from ckptd.publish.passing import Passing, _Taker, sum_of
 from tests.processes import until
 from tests.reshard.torch.layout.jobs import Tree, whole
@@ -170,8 +170,8 @@ def break_it(fault: str, asked: str) -> None:
         GIVE[fault](taker, at)
         give(taker, at)
 
-    def offers(taker: _Taker, name: bytes, wait_s: float) -> Passed:
-        return OFFER[fault](taker, offer(taker, name, wait_s))
+    def offers(taker: _Taker, asked: AskPassed) -> Passed:
+        return OFFER[fault](taker, offer(taker, asked))
 
     take = Passing.arrivals
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 import torch
 
 import ckptd
-from ckptd.publish.messages import ServerEntry
-from ckptd.publish.passing import Sources
+from ckptd.base.net.connection import Connection
+from ckptd.publish.messages import AskPassed, ServerEntry
+from ckptd.publish.passing import Passing, Sources, _Share, _Taker
 from tests.processes import PATIENCE_S, kill, until
 from tests.programs import Program
 from tests.publish.passworker import Done, values_of
@@ -177,6 +180,32 @@ def test_without_trainer_a_worker_that_waits_keeps_what_it_has(
     assert (found.step, found.values) == (-1, values_of(fused(whole(99))))
 
 
+def test_who_has_more_behind_it_has_its_turn_first() -> None:
+    passing = Passing(b"a secret of a test, long enough", "127.0.0.1")
+    share = passing._pulled[-1].shares[b"k"] = _Share()
+    turns: list[int] = []
+
+    def take(place: int) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            taker = _Taker(passing, Connection(ours, "a test", 1.0, 1 << 20))
+            while not taker._offered(AskPassed(b"k", PATIENCE_S, place)).sums:
+                pass
+            turns.append(place)
+            taker.leave()
+
+    threads = [threading.Thread(target=take, args=(place,)) for place in (4, 2, 1)]
+    for number, thread in enumerate(threads, 1):
+        thread.start()
+        until(lambda: len(share.waiting) == number, "a worker that waits")  # noqa: B023
+    share.sums.append(b"of an answer")
+    passing._settle(share, whole=True)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert turns == [1, 2, 4]
+    passing.close()
+
+
 def entry(host: int, number: int) -> ServerEntry:
     return ServerEntry(f"host-{host}", f"10.0.{host}.{number}:1", "", "")
 
@@ -188,29 +217,50 @@ def test_hosts_are_a_tree_and_workers_of_a_host_one_within_it() -> None:
         for host in range(8):
             at = entry(host, number)
             paths[host, number] = sources.path(b"k", at, at)
-    assert paths[0, 0] == ()
-    firsts = {h: [e.host for e in paths[h, 0]] for h in range(8)}
+    assert paths[0, 0] == ((), 0)
+    firsts = {h: [e.host for e in paths[h, 0][0]] for h in range(8)}
     assert firsts[1] == ["host-0"]
     assert firsts[3] == ["host-1", "host-0"]
     assert firsts[6] == ["host-2", "host-0"]
     assert firsts[7] == ["host-3", "host-1", "host-0"]
     # A second worker of a host takes of its own host; of others only if that is gone.
-    assert paths[7, 1] == (entry(7, 0), *paths[7, 0])
-    assert paths[7, 3] == (entry(7, 1), entry(7, 0), *paths[7, 0])
-    assert sources.path(b"other", entry(9, 9), "another") == ()
+    assert paths[7, 1][0] == (entry(7, 0), *paths[7, 0][0])
+    assert paths[7, 3][0] == (entry(7, 1), entry(7, 0), *paths[7, 0][0])
+    # Of those that take of one, who has more behind it is the first.
+    assert [paths[h, 0][1] for h in (1, 2, 4)] == [1, 2, 4]
+    assert [paths[7, n][1] for n in (1, 2, 3)] == [1, 2, 3]
+    assert sources.path(b"other", entry(9, 9), "another") == ((), 0)
+
+
+def test_one_takes_the_place_of_a_worker_that_failed() -> None:
+    sources = Sources()
+    all_of = [entry(host, number) for number in range(2) for host in range(4)]
+    for at in all_of:
+        sources.path(b"k", at, at)
+    gone = entry(0, 0)
+    found = {at: sources.path(b"k", at, at, (gone.address,))[0] for at in all_of[1:]}
+    assert [at for at, path in found.items() if not path] == [entry(0, 1)]
+    assert found[entry(1, 0)] == (entry(0, 1),)
+    assert found[entry(3, 1)] == (entry(3, 0), entry(1, 0), entry(0, 1))
+    # Nobody waits for one that waits for it, though only some have noticed.
+    sources.leave(gone)
+    order = [*all_of[1:]]
+    for at in order:
+        for one in (*found[at], *sources.path(b"k", at, at)[0]):
+            assert (int(one.host[-1]), all_of.index(one)) < (int(at.host[-1]), all_of.index(at))
 
 
 def test_who_leaves_or_asks_something_else_is_named_no_more() -> None:
     sources = Sources()
     first, second, third = (entry(h, 0) for h in range(3))
     sources.path(b"k", first, 1)
-    assert sources.path(b"k", second, 2) == (first,)
+    assert sources.path(b"k", second, 2)[0] == (first,)
     sources.leave(1)
-    assert sources.path(b"k", third, 3) == (second,)
+    assert sources.path(b"k", third, 3)[0] == (second,)
     sources.path(b"next", second, 2)
-    assert sources.path(b"k", first, 1) == (second,)  # it gives the one before as well
+    assert sources.path(b"k", first, 1)[0] == (second,)  # it gives the one before as well
     sources.path(b"after it", second, 2)
-    assert sources.path(b"k", first, 1) == (third,)  # and never itself
+    assert sources.path(b"k", first, 1)[0] == (third,)
     for asker in (1, 2, 3):
         sources.leave(asker)
     assert not sources._asking

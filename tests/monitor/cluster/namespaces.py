@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from typing import Any, Self
 
 import pytest
 
-__all__ = ["Network", "kernel_lacks", "needs_namespaces"]
+__all__ = ["Network", "enter", "kernel_lacks", "needs_namespaces"]
 
 _ROUTER = "169.254.1.1"
 BURST = "64k"
@@ -120,13 +121,7 @@ class Network:
         for space in self.spaces:
             _batch([f"route add {_ROUTER}/32 dev eth0"], space)
         _batch(["link set lo up"], self._hub)
-        libc = ctypes.CDLL(None, use_errno=True)
-        fd = os.open(f"/run/netns/{self._hub}", os.O_RDONLY)
-        try:
-            if libc.setns(fd, 0):
-                raise OSError(ctypes.get_errno(), f"no entry to {self._hub}")
-        finally:
-            os.close(fd)
+        enter(self._hub)
 
     def reject(self, a: int, b: int) -> None:
         """Cut two nodes from each other; whoever connects is told at once."""
@@ -164,6 +159,11 @@ class Network:
         self._processes.append(process)
         return process
 
+    def sent(self, node: int) -> int:
+        """Return the bytes that a node has sent to the router, with all headers."""
+        shown = _run(["ip", "-n", self.spaces[node], "-s", "-j", "link", "show", "eth0"])
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
     def close(self) -> None:
         """End all processes and take the network away."""
         for process in self._processes:
@@ -182,6 +182,17 @@ class Network:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def enter(space: str) -> None:
+    """Put this thread, and those that it starts, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(f"/run/netns/{space}", os.O_RDONLY)
+    try:
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"no entry to {space}")
+    finally:
+        os.close(fd)
 
 
 _HTB = ["root", "handle", "1:", "htb", "default", "1"]
