@@ -1,7 +1,7 @@
 """Two layouts and a source, combined: the target's tensors, and where each comes from.
 
-In it: errors for tensors that no rule takes or feeds; aliases and tied copies; quantized tensors
-and measured scales.
+In it: for each tensor of the target its link to those of the source; errors for tensors that no
+rule takes or feeds; aliases and tied copies; quantized tensors and measured scales.
 """
 
 from __future__ import annotations

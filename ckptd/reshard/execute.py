@@ -1,7 +1,7 @@
 """Writes target files in rounds within the memory budget, reading ahead; reading threads.
 
-In it: the least budget and how it is shared out; bytes of a round; after which stall it fails;
-figures of what was spent.
+In it: the least budget and how it is shared out; bytes of a round; after how long without progress
+it fails (`job.py` tries again); figures of what was spent.
 
 One thread plans, reads and scatters (several threads help it to read), another digests and writes.
 A round's memory is counted until the store has let go of it, so what is staged never exceeds the

@@ -1,6 +1,7 @@
 """One process's share of a reshard into a root: complete files recorded, resumed, committed.
 
-In it: how files are shared out (``--shard 3/16``); what makes a file complete.
+In it: how files are shared out (``--shard 3/16``); what makes a file complete; how long a reshard
+tries again after errors of a store.
 
 Everything about the target follows from the source and the two layouts, so that any number of
 processes, on any machines, started together or one after the other, work at one result without

@@ -1,7 +1,7 @@
 """`LayoutProgram`: programs as a user names them: files, shipped ones, rules, inferred ones.
 
 In it: sizes, drops and rules given besides; comparison of two programs; names from which a layout
-is inferred; largest program.
+is inferred, and those of optimizer states (`exp_avg`) and scales; largest program.
 """
 
 from __future__ import annotations

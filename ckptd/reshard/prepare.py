@@ -1,7 +1,8 @@
 """`Prepared`: from a source and two programs to everything a reshard does; costs and proof.
 
 In it: which program the source is read with (given, kept, inferred), and hints where it does not
-fit; refusals of names that are not recognised.
+fit; refusals of names that are not recognised, and of a reshard in which values change or are lost;
+no option and no file: those are of `cli/resharding.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`BoundLayout`: a job's layout, bound to the shapes that its ranks hold; messages between ranks.
 
-In it: refusals of shapes and states that do not fit the layout, and their hints.
+In it: which replica writes which tensor, so that all write alike much; refusals of shapes and of
+states that differ between ranks, and their hints.
 
 Sizes follow from the shapes of all ranks, so ranks tell each other theirs once: a digest a rank,
 and each distinct description to all. From then on every rank knows what all others hold.

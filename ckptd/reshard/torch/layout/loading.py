@@ -1,4 +1,7 @@
-"""Load between layouts: what a live tensor wants of a checkpoint; missing, unexpected names."""
+"""Load between layouts: what a live tensor wants of a checkpoint; missing, unexpected names.
+
+In it: values of parameters that become one (step counters), and how they have to agree; objects.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Save under a layout: rank-local tensors as parts of stored tensors; which rank writes which.
+"""Save under a layout: tensors, scalars and objects of a rank as parts of those that are stored.
 
-In it: refusals of states that do not fit the layout.
+In it: refusals of tensors that are missing or of another shape; `torch/layout/binder.py` says who
+writes.
 
 A rank holds cells of the stored tensors' grids, or ranges in cells; the writer of each is
 said by the layout, with the work spread over replicas. Tensors that the layout does not name, and
