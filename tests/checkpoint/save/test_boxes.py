@@ -65,6 +65,16 @@ def test_boxes_that_are_no_grid(tmp_path: Path) -> None:
     assert sorted(set(files.tolist())) == [0, 1, 2]
 
 
+def test_a_tensor_of_one_byte_is_written_after_another(tmp_path: Path) -> None:
+    ones = {n: BoxTensor("uint8", (1,), [(0, Box((0,), (1,)))]) for n in "abc"}
+    with BoxRoot(str(tmp_path)) as root:
+        save = root.begin(1, 1, ones)
+        part = root.write(save, 0, lambda name, _: np.frombuffer(name.encode(), np.uint8), {})
+        root.commit(save, [part])
+        with root.open() as reader:
+            assert b"".join(reader.tensor(n).tobytes() for n in "abc") == b"abc"
+
+
 def test_of_equal_boxes_the_first_is_written(tmp_path: Path) -> None:
     whole = Box.whole((4, 5))
     with BoxRoot(str(tmp_path)) as root:
@@ -222,6 +232,7 @@ def test_parts_that_do_not_fit(tmp_path: Path) -> None:
         for given, what in (
             (parts[:2], "one part of each rank"),
             ([*parts, parts[0]], "one part of each rank"),
+            ([*parts[:2], parts[0]], "one part of each rank"),
             (parts, "the same object"),
         ):
             with pytest.raises(CkptdError, match=what) as caught:

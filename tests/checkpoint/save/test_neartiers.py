@@ -70,6 +70,21 @@ def test_a_folder_keeps_the_newest_complete_ones_and_what_is_newer(near: NodeTie
     assert steps(near.store("local")) == [2, 3, 4, 5]
 
 
+def test_a_folder_keeps_what_the_life_before_left_until_there_is_as_much(near: NodeTiers) -> None:
+    """This life does not know that step 1 is complete, and must not delete it for step 2 alone."""
+    in_folder(near, 1, 2)
+    near.completed("local", CommitName(2, 1))
+    assert steps(near.store("local")) == [1, 2]
+
+
+def test_a_folder_keeps_the_newest_ones_whichever_is_known_first(near: NodeTiers) -> None:
+    in_folder(near, 1, 2, 3)
+    near.completed("local", CommitName(3, 1))
+    near.completed("local", CommitName(2, 1))
+    assert steps(near.store("local")) == [2, 3]
+    assert near.newest("local") == CommitName(3, 1)
+
+
 def test_what_is_used_stays(near: NodeTiers) -> None:
     in_folder(near, 1, 2, 3)
     with near.using(save_folder(1)):
