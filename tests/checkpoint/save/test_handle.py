@@ -41,6 +41,14 @@ def test_a_save_to_near_tiers_ends_when_the_last_of_them_has_settled() -> None:
             save.durable(tier=tier)
 
 
+def test_a_state_may_change_when_it_is_copied_and_not_before() -> None:
+    save = handle(root=True)
+    with pytest.raises(DeadlineError):
+        save.staged(0.0)
+    save.advance("writing")
+    save.staged(0.0)
+
+
 def test_the_farthest_tier_decides() -> None:
     save = handle("memory", "local")
     save.settle("memory", ERROR)
