@@ -65,6 +65,9 @@ _SHIFTED = 3
 _FURTHEST = 8
 """So many calls at most may have been left out, or be one too many."""
 
+_Calls = dict[int, tuple[int, int]]
+"""Calls by number: each with its line, as one number, and its step."""
+
 MOST = 64
 """Most groups told of in one round: what is wrong with more is one fault of the program."""
 
@@ -156,8 +159,9 @@ def _standing(job: JobView, limits: HangLimits) -> Array:
 def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
     """Whether one member has made its calls since as another has made its later, or earlier, ones.
 
-    So it is after a call that was left out, or was one too many. Members that rightly call from
-    different lines do not repeat one another.
+    So it is after a call that was left out, or was one too many: of lines from which both have come
+    together before. Members that take turns repeat one another too, and come together from no line
+    of a turn.
     """
     rows = cohort["row"]
     kinds, codes, counts = np.unique(where, return_inverse=True, return_counts=True)
@@ -166,22 +170,28 @@ def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
     usual = usual[usual != odd]
     if not len(kinds) > 1 or not len(usual):
         return False
-    mine, theirs = (_calls_of(job, int(row), cohort[0]) for row in (odd, usual[0]))
+    (before, mine), (others, theirs) = (
+        _calls_of(job, int(row), cohort[0]) for row in (odd, usual[0])
+    )
+    together = {what[0] for seq, what in before.items() if others.get(seq) == what}
     for by in range(1, _FURTHEST + 1):
         for one, other in ((mine, theirs), (theirs, mine)):
             pairs = [(v, other.get(seq + by)) for seq, v in one.items() if seq + by in other]
             if len(pairs) >= _SHIFTED and all(a == b for a, b in pairs):
-                return len({a for a, _ in pairs}) > 1
+                lines = {line for (line, _), _ in pairs}
+                return len({a for a, _ in pairs}) > 1 and lines <= together
     return False
 
 
-def _calls_of(job: JobView, row: int, first: np.void) -> dict[int, int]:
-    """Return what a rank's calls of a group are, from `first` on, by their numbers."""
+def _calls_of(job: JobView, row: int, first: np.void) -> tuple[_Calls, _Calls]:
+    """Return a rank's calls of a group, by their numbers: those before `first`, and the others."""
     calls = job.calls
     mine = calls[(calls["row"] == row) & (calls["group"] == first["group"])]
-    mine = mine[mine["seq"] >= first["seq"]]
-    what = mix(mine["op"], mine["bytes"], mine["site"], mine["step"].astype(np.uint64))
-    return dict(zip(mine["seq"].tolist(), what.tolist(), strict=True))
+    line = mix(mine["op"], mine["bytes"], mine["site"]).tolist()
+    what = zip(line, mine["step"].tolist(), strict=True)
+    found = list(zip(mine["seq"].tolist(), what, strict=True))
+    begin = int(first["seq"])
+    return {n: w for n, w in found if n < begin}, {n: w for n, w in found if n >= begin}
 
 
 def _signatures(rows: Array, starts: Array, sizes: Array) -> Array:

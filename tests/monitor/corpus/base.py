@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ __all__ = [
     "PLANTED",
     "PLANTED_VARIABLE",
     "PROGRAMS",
+    "REST_VARIABLE",
     "SECONDS_VARIABLE",
     "WIDTH",
     "Plan",
@@ -30,11 +32,14 @@ __all__ = [
     "plant",
     "program",
     "rank",
+    "rest",
     "rounds",
     "world",
 ]
 
 SECONDS_VARIABLE = "CORPUS_SECONDS"
+REST_VARIABLE = "CORPUS_REST"
+"""Seconds that a rank sleeps before a round, in the median; each time others."""
 PLANTED_VARIABLE = "CORPUS_PLANTED"
 """Folder for ``N.planted`` of a case: when the fault came, and the process that it met."""
 PLANTED, NEXT = "planted", "next"
@@ -124,6 +129,12 @@ def pause(seconds: float = 0.02) -> None:
     time.sleep(seconds)
 
 
+def rest() -> None:
+    """Sleep before a round, where the programs are to last for hours and cost little."""
+    if median := float(os.environ.get(REST_VARIABLE, "0")):
+        pause(median * random.lognormvariate(0, 0.7))
+
+
 def rounds(least: int = 8) -> Iterator[int]:
     """Yield numbers of rounds, equally many on all ranks, for as long as the program is to last.
 
@@ -137,6 +148,7 @@ def rounds(least: int = 8) -> Iterator[int]:
         if number >= _AT_ROUND and time.monotonic() >= harm_at:
             harm_at = math.inf
             _harm()
+        rest()
         if not last and rank() == 0 and number >= least and time.monotonic() >= end:
             last = number + _AHEAD
             store.set("last", str(last))

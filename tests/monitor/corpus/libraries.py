@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from tests.monitor.corpus.base import SECONDS_VARIABLE, WIDTH, batch, net, pause, program
+from tests.monitor.corpus.base import (
+    SECONDS_VARIABLE,
+    WIDTH,
+    batch,
+    net,
+    pause,
+    program,
+    rest,
+)
 
 
 def _end() -> float:
@@ -21,6 +29,8 @@ class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return 61
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index % 4 == 0:
+            rest()
         return {"x": torch.full((WIDTH,), index / 61)}
 
 

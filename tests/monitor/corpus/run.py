@@ -2,6 +2,7 @@
 
     python -m tests.monitor.corpus.run                               # all, some seconds each
     python -m tests.monitor.corpus.run --seconds 180 --at-once 5     # three minutes each
+    python -m tests.monitor.corpus.run --seconds 600 --at-once 8 --rest 1    # hours of clean jobs
 
 Programs are dealt out to so many watches; each runs its share one after the other, so that its
 daemon sees jobs that change. Prints a row a program. The exit code is 1 if one failed by itself or
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.monitor.corpus.base import SECONDS_VARIABLE
+from tests.monitor.corpus.base import REST_VARIABLE, SECONDS_VARIABLE
 from tests.monitor.corpus.programs import PROGRAMS
 
 __all__ = ["Outcome", "names", "run"]
@@ -68,13 +69,16 @@ def names() -> list[str]:
     ]
 
 
-def run(chosen: Sequence[str], seconds: float) -> Iterator[Outcome]:
-    """Run programs one after the other, about so long each, and yield what came of each."""
+def run(chosen: Sequence[str], seconds: float, rest: float = 0.0) -> Iterator[Outcome]:
+    """Run programs one after the other, about so long each, and yield what came of each.
+
+    Ranks sleep for about `rest` seconds before each round.
+    """
     command = [
         *(sys.executable, "-c", "from ckptd.cli.main import main; main()", "watch", "--"),
         *(sys.executable, "-m", "tests.monitor.corpus.main", *chosen),
     ]
-    env = {**os.environ, SECONDS_VARIABLE: str(seconds)}
+    env = {**os.environ, SECONDS_VARIABLE: str(seconds), REST_VARIABLE: str(rest)}
     env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
@@ -91,7 +95,9 @@ def run(chosen: Sequence[str], seconds: float) -> Iterator[Outcome]:
             began, name, told = time.monotonic(), begun[1], []
         elif "ckptd: incident" in line:
             incident = line.partition("ckptd: incident ")[2].rstrip()
-            told += [incident] if incident.partition(":")[0] not in known else []
+            if incident.partition(":")[0] not in known:
+                told.append(incident)
+                print(f"{name}: {incident}", flush=True)
         elif ended := re.search(r"end (\w+) (-?\d+)$", line):
             yield Outcome(
                 name=ended[1],
@@ -129,6 +135,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="all, if left out")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds before each round")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     chosen = given.names or names()
@@ -136,7 +143,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
 
     def follow(share: Sequence[str]) -> None:
-        for outcome in run(share, given.seconds):
+        for outcome in run(share, given.seconds, given.rest):
             print(_row(outcome), flush=True)
             outcomes.append(outcome)
 
@@ -145,7 +152,11 @@ def main() -> int:
     if given.out is not None:
         given.out.write_bytes(msgspec.json.encode(outcomes))
     bad = [o.name for o in outcomes if not o.fine]
-    print(f"{len(outcomes)} programs, {len(bad)} with an incident or an error: {' '.join(bad)}")
+    hours = sum(o.seconds for o in outcomes) / 3600
+    print(
+        f"{len(outcomes)} programs in {hours:.1f} h, {len(bad)} with an incident or an error:"
+        f" {' '.join(bad)}"
+    )
     return 1 if bad else 0
 
 

@@ -122,6 +122,21 @@ def test_first_version_two_lines_of_one_call_made_a_desync_of_a_right_program() 
     assert not list(mismatches(_job({}, {}, {"site": 9}, site=8, age=60.0), LIMITS))
 
 
+@pytest.mark.parametrize("steps", [0, 6])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_first_version_ranks_that_take_turns_were_a_desync(
+    steps: int, world: int, rounds: int
+) -> None:
+    """Each saves in its turn, between barriers of two lines, and the last takes its time."""
+    lines = [
+        [1] * steps + [5 if turn == rank else 6 for _ in range(rounds) for turn in range(world)]
+        for rank in range(world)
+    ]
+    lines[-1].pop()
+    assert not list(mismatches(_from_lines(*lines, age=60.0), LIMITS))
+
+
 def test_first_version_a_trainer_beside_a_generator_was_a_desync() -> None:
     """Steps of an optimizer are counted where there is one; some make several in a round."""
     counted = CallFlag.COUNTED
