@@ -68,7 +68,9 @@ def note_end(error: BaseException | None) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{frame.filename}:{frame.lineno}" for frame in frames]
     digest = hashlib.sha256("\n".join([type(error).__qualname__, *lines]).encode())
-    said = traceback.format_exception_only(error)[-1].strip()[:_MOST_TEXT]
+    shown = traceback.TracebackException.from_exception(error)
+    shown.__notes__ = None  # they come last, and say less
+    said = list(shown.format_exception_only())[-1].strip()[:_MOST_TEXT]
     at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     words = ExitReport(code=_code_of(error), place=digest.hexdigest()[:16], text=said + at)
     _leave(f"{os.getpid()}.json", msgspec.json.encode(words))

@@ -52,6 +52,7 @@ def left(folder: Path, body: str) -> tuple[ExitReport | None, bool, str]:
         ("import sys\nsys.exit(263)", 7, "SystemExit: 263 (program.py:2)"),
         ("import nosuch", 1, "ModuleNotFoundError: No module named 'nosuch' (program.py:1)"),
         ("\n\n1 / 0", 1, "ZeroDivisionError: division by zero (program.py:3)"),
+        ("e = OSError('why')\ne.add_note('and more')\nraise e", 1, "OSError: why (program.py:3)"),
         ("raise KeyboardInterrupt", -2, "KeyboardInterrupt (program.py:1)"),
         ("pass", 0, ""),
         ("import sys\nsys.exit()", 0, ""),

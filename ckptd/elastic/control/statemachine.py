@@ -593,10 +593,10 @@ class StateMachine:
 
     def _wait_for_cause(self, since: float, _: str, reason: str, now: float) -> None:
         waited = now - since
-        missing = None
+        missing = ""
         if self._settling and waited >= _MISSED_S:
-            # A stand-in never had a connection that could break: the absent node is the cause.
-            missing = next((n for n in sorted(self.members) if not self.nodes[n].up), None)
+            # A stand-in never had a connection that could break: the absent nodes are the cause.
+            missing = ", ".join(n for n in sorted(self.members) if not self.nodes[n].up)
             reason = f"{reason}; no heartbeat from {missing}" if missing else reason
         if missing or waited >= self.settings.broken_s:
             self._fault("", reason, now, waited)

@@ -267,7 +267,7 @@ class ControllerSupervisor:
         several = places is not None and node
         self._outlook = LeaderView(places.leader, node) if several and places is not None else None
         self._yielded = False
-        """Whether its controller has ended because another one is there, or should be."""
+        """Whether its last controller has ended because another one is there, or should be."""
         self._cut = False
         """Whether it was said that this node alone is cut off."""
         self._places, self._endpoint, self._address = places, endpoint, address
@@ -297,8 +297,8 @@ class ControllerSupervisor:
         self._problem = ""
         """Why none could be started, as logged last."""
         self._asked = 0
-        self._answered = self._follows = False
-        """Whether any ever answered; and whether this launcher's has ended for another one."""
+        self._answered = False
+        """Whether any ever answered."""
 
     @property
     def started(self) -> bool:
@@ -369,7 +369,7 @@ class ControllerSupervisor:
         if self._pause_of != order:
             self._pause_of, self._pause_s = order, stand_in_pause_s(order)
         if self._answered and silent_s <= _QUIET_S:
-            self._yielded = self._cut = False
+            self._cut = False
         if self._answered and silent_s > _QUIET_S:
             self._say_silent()
         if self._answered and silent_s <= self._quiet_s():
@@ -408,9 +408,7 @@ class ControllerSupervisor:
         return may
 
     def _quiet_s(self) -> float:
-        if not self.started or self._yielded:
-            return self._pause_s
-        return _QUIET_S if self._follows else 0.0
+        return 0.0 if self.started and not self._yielded else self._pause_s
 
     def _may_live(self) -> bool:
         """Whether a controller that was recorded may live, though this node hears none."""
@@ -504,7 +502,6 @@ class ControllerSupervisor:
         if host:
             command += ["--host", host]
         self._lives += 1
-        self._follows = False
         self.host, self.since = host or bind, time.monotonic()
         self._announced = ""
         self._part = Sidecar(name, command, self._env, self._folder, self._start_process)
@@ -514,7 +511,7 @@ class ControllerSupervisor:
         if not before:
             with suppress(msgspec.MsgspecError, KeyError, TypeError):
                 self._announced = str(ANYTHING.decode(part.out.read_bytes())["address"])
-                self._again_s, self._problem = _AGAIN_S, ""
+                self._again_s, self._problem, self._yielded = _AGAIN_S, "", False
         code = part.process.poll()
         if code is None:
             return self._announced != before
@@ -523,8 +520,9 @@ class ControllerSupervisor:
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
         # Each launcher of a machine may have started a controller: all of them but one exit.
-        self._follows = code > 0 and self._answers(self._seated(), self._endpoint)
-        if not self._follows:
+        if code > 0 and self._answers(self._seated(), self._endpoint):
+            self._yielded = True
+        else:
             self._judge(part, code, begun)
         return False
 

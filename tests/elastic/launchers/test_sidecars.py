@@ -19,7 +19,7 @@ from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodename import claim_name
 from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.launchers.sidecars import ControllerSupervisor
-from ckptd.elastic.leader import Leader
+from ckptd.elastic.leader import Leader, LeaderView
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import NodeUp
 from ckptd.elastic.places import JobPlaces, open_places
@@ -243,6 +243,34 @@ def test_a_controller_is_stood_in_for_when_it_is_stopped_with_its_launcher(
             assert old.seat() == supervisor.addresses()
         finally:
             supervisor.end(0.0)
+
+
+def test_a_launcher_whose_controller_gave_way_takes_the_place_back_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was cut off had once had the controller: it took the place, and three heard it."""
+    monkeypatch.setattr("ckptd.elastic.launchers.sidecars._AGAIN_S", 0.0)
+    log, started, said = str(tmp_path / "log"), Started(), list[str]()
+    places = open_places("j", log)
+    other = LeaderView(places.leader)
+    arguments = ("--job", "j", "--log", log)
+    supervisor = supervised(places, tmp_path, *arguments, say=said.append, start=started, node="n3")
+
+    def cut_off() -> bool:
+        other.leave(hears=3, knows=4)
+        supervisor.turn(9.0, 3)
+        return len(started.processes) > 1 or "other nodes reach it" in said[-1]
+
+    try:
+        until(lambda: supervisor.turn(math.inf, NO_ORDER))
+        places.leader.take(1, "127.0.0.1:9", "another")
+        silent(supervisor, lambda: not supervisor.seated)
+        assert "another controller registered first" in said[-1]
+        supervisor.turn(0.1, 3)  # the other one answers
+        until(cut_off)
+        assert len(started.processes) == 1
+    finally:
+        supervisor.end(0.0)
 
 
 @pytest.mark.parametrize("says", ALL)

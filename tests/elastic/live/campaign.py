@@ -7,8 +7,9 @@ train on, or have refused plainly. At its end it must have trained what an unint
 
 ``--soak MINUTES`` plays schedules from FIRST on for so long in one job of four nodes, each a
 machine of its own (`tests.elastic.live.machines`), with a publisher and a worker that follows it.
-After each schedule all four nodes must train again, and the worker must have a version of it. Of a
-schedule with one fault alone that has a culprit, the controller must have told the culprit once.
+After each schedule all four nodes must train again, and the worker must have a version of it. Each
+restart must be told as what one of the faults does to a node that it met; and a node that alone was
+killed, or lost its worker, once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -42,6 +44,16 @@ _TOLERANCE = 1e-4
 twice changes them by hundreds of times as much."""
 _HELD, _MOST_MORE = ("MiB", "files", "threads"), (64, 12, 6)
 """Of these a process may have so many more later."""
+_SIGNS: dict[str, tuple[str, ...]] = {
+    "no space left": ("full disk",),
+    " hang of ": ("stop worker", "zombies"),
+    "ended with -9": ("kill worker", "kill zygote"),
+    "heartbeat": ("kill node", "stop node", "zombies", "cut node"),
+    "the connection to": ("kill node",),
+    "came back": ("kill node", "stop node", "zombies"),
+}
+"""What a restart's cause says, and the faults after which it is right of the node that it names."""
+_NO_FAULT = ("growing from", "ordered: ", "not recorded in the log", "waiting for nodes")
 PLAIN_ENDS = (75, 76, 77)
 """Exit codes: to be submitted again, no nodes, no progress."""
 
@@ -119,6 +131,7 @@ def _schedule(job: LiveJob, seed: int) -> Result:
     wrong = [] if done else [f"all nodes train: {trained()}, the worker follows: {followed()}"]
     if culprit and [culprit in cause.split() for cause in causes].count(True) != 1:
         wrong.append(f"{culprit} is to be told once, told is {causes}")
+    wrong += misread(job.faults, causes)
     return Result(
         seed=seed,
         mode=job.mode,
@@ -135,9 +148,35 @@ def _schedule(job: LiveJob, seed: int) -> Result:
 
 
 def _told(job: LiveJob) -> list[str]:
-    """Return the causes of all generations so far."""
+    """Return the cause of each generation so far, with the nodes of the ranks that it names."""
     with open_store(job.log_url) as store:
-        return [record.reason for record in MembershipLog(store).read()]
+        records = MembershipLog(store).read()
+    causes: dict[int, str] = {}
+    members = records[0].members if records else ()
+    for record in records:
+        text = record.reason
+        for rank in map(int, re.findall(r"rank (\d+)", text.partition(" hang of ")[2])):
+            text += f" on {members[rank].node}" if rank < len(members) else ""
+        causes.setdefault(record.generation, text)
+        members = record.members
+    return list(causes.values())
+
+
+def misread(faults: Sequence[str], causes: Sequence[str]) -> list[str]:
+    """Return the causes of restarts that none of the faults is, or is not on that node."""
+    out = []
+    for cause in causes:
+        if any(sign in cause for sign in _NO_FAULT):
+            continue
+        after = next((kinds for sign, kinds in _SIGNS.items() if sign in cause), ())
+        mine = [fault for fault in faults if fault.partition(": ")[2].startswith(after)]
+        hurt = {word for fault in mine for word in fault.split()}
+        told = re.sub(r"n\d: .*; (?=no heartbeat)|: rank .*", "", cause)
+        named = set(re.findall(r"\bn\d\b", told))
+        anywhere = any(fault.endswith(("full disk", "kill zygote")) for fault in mine)
+        if not after or not mine or not (anywhere or named <= hurt):
+            out.append(f"told as {cause[-200:]!r} after {list(faults)}")
+    return out
 
 
 def _culprit(faults: Sequence[str]) -> str:

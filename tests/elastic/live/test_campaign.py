@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.elastic.live.campaign import References, campaign, grown
+from tests.elastic.live.campaign import References, campaign, grown, misread
 
 
 @pytest.mark.long
@@ -21,3 +21,24 @@ def test_what_grows_in_a_process_is_found() -> None:
     held = [{"n0 7": (90, 20, 3 + 14 * (k % 2)), "n2 9": (50, 9, 9 * k)} for k in range(6)]
     assert grown(held) == ["n2 9: 18 threads, then 27"]
     assert grown(held[:4]) == []
+
+
+def test_a_cause_that_no_fault_explains_is_found() -> None:
+    faults = ["1.0 s: cut node n3 for 4.0 s", "2.0 s: full disk", "2.5 s: stop worker n0"]
+    right = [
+        "no heartbeat from n3",
+        "n1: RuntimeError('closed by [10.77.0.4]: see there'); no heartbeat from n3",
+        "n2: StoreError('no space left')",
+        "j-1: non-communication hang of rank 2 on n0",
+        "growing from pp=1 dp=1 tp=1 to pp=1 dp=2 tp=1",
+        "ordered: drain n1",
+    ]
+    assert misread(faults, right) == []
+    wrong = [
+        "no heartbeat from n1, n3",
+        "a worker on n0 ended with 86",
+        "a worker on n3 ended with -9: rank 1: SIGKILL",
+        "n1: RuntimeError('closed by [10.77.0.4]: see there'); no heartbeat from n2",
+        "j-1: non-communication hang of rank 2 on n3",
+    ]
+    assert len(misread(faults, wrong)) == len(wrong)
