@@ -23,7 +23,7 @@ from ckptd.monitor.report import EvidenceReport, GroupInfo, ProbeResult, Sign, S
 from ckptd.monitor.rules.signs import with_signs
 from ckptd.monitor.rules.slow import FIRST_SLOW
 from ckptd.monitor.settings import IsolationBudget, WatchSettings
-from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
+from ckptd.monitor.verdict import STOPS, SuspectKind, Verdict, VerdictKind
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -499,11 +499,9 @@ class IncidentTracker:
 
     def _known(self, verdict: Verdict, moment: RoundFacts) -> _Case | None:
         for case in self._open:
-            # A crash after a restart is another crash.
+            # What stops the job after a restart is another one's, though it be the same rank.
             other = case.generation != moment.generation
-            if same_cause(case.verdict, verdict) and not (
-                verdict.kind is VerdictKind.CRASH and other
-            ):
+            if same_cause(case.verdict, verdict) and not (verdict.kind in STOPS and other):
                 return case
             soon = moment.now - case.begun <= _LATE_S and not other
             if soon and explains(verdict, case.verdict):

@@ -138,6 +138,16 @@ def test_an_incident_closes_only_when_others_have_been_seen_for_long() -> None:
     assert book.judge(verdict(VerdictKind.HANG, 3)).opened[0].id == "my-job--2"
 
 
+def test_the_same_rank_may_hang_again_after_a_restart() -> None:
+    """It was the incident of the generation before, still open: nothing was told."""
+    book = Book(confirm=1)
+    assert book.judge(verdict(VerdictKind.HANG, 3), verdict(VerdictKind.SLOW_RANK, 70)).opened
+    again = book.judge(
+        verdict(VerdictKind.HANG, 3), verdict(VerdictKind.SLOW_RANK, 70), generation=1
+    )
+    assert [(i.kind, i.generation) for i in again.opened] == [("non-communication hang", 1)]
+
+
 def test_early_only_what_is_plain_is_told() -> None:
     book = Book(confirm=1)
     kinds = (
