@@ -398,7 +398,8 @@ class Nodes:
         _, there = psutil.wait_procs(mine, timeout=_END_S)
         for process in there:
             process.kill()
-        _, left = psutil.wait_procs(self._seen, timeout=2.0)
+        # The number of one that is gone may be another process's, or a thread's, by now.
+        _, left = psutil.wait_procs([p for p in self._seen if p.is_running()], timeout=2.0)
         for process in left:
             try:
                 process.kill()

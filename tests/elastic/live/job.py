@@ -273,10 +273,12 @@ class LiveJob:
 
     # --- what is done -----------------------------------------------------------------------------
 
-    def order(self, kind: OrderKind, *names: str) -> None:
-        """Order something; what is refused, or not heard, is no fault of ours."""
+    def order(self, kind: OrderKind, *names: str) -> bool:
+        """Order something; return whether it was heard: what was not is no fault of ours."""
         with contextlib.suppress(CkptdError):
             self.operator.order(Order(kind=kind, nodes=names))
+            return True
+        return False
 
     def finish(self) -> None:
         (self.folder / FINISH).touch()
@@ -332,8 +334,8 @@ class LiveJob:
         for name in self.names:
             self.back(name)
         if not self.over():
-            self.order(OrderKind.ADD, *self.names)
-            self.order(OrderKind.RESUME)
+            self.until(lambda: self.order(OrderKind.ADD, *self.names) or self.over(), 30.0)
+            self.until(lambda: self.order(OrderKind.RESUME) or self.over(), 30.0)
 
     def back(self, name: str) -> None:
         """Start a node again that is gone."""
