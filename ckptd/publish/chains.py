@@ -1,6 +1,6 @@
 """`DeltaBook`: changes kept from version to version, within a budget; joined for older workers.
 
-In it: how many versions back; which blocks are kept.
+In it: how many versions back, digests as well; which blocks are kept.
 
 A slot that is filled is not the one of the version before, so both lie in memory for a while: what
 changed in a block is found then, once, and kept within a budget. Deltas of successive versions are
@@ -30,7 +30,8 @@ from ckptd.types import DType, dtype_of
 
 U8 = NDArray[np.uint8]
 
-_MOST_STEPS = 16
+KEPT_VERSIONS = 16
+"""How far back digests and deltas are kept: a worker that holds an older version takes all."""
 _KEPT_BYTES = 256
 """Memory that a delta takes besides its own bytes, roughly."""
 _MOST_BLOCKS = MOST_READ_BYTES // BLOCK_BYTES
@@ -77,14 +78,14 @@ class DeltaBook:
         """Note that a version has the one before it beside it."""
         with self._lock:
             self._steps[number] = DeltaStep(base, number)
-            while len(self._steps) > _MOST_STEPS:
+            while len(self._steps) > KEPT_VERSIONS:
                 self._steps.popitem(last=False)
 
     def wanted(self, number: int) -> dict[str, list[str]]:
         """Return the types in which tensors were asked of, of late, by name."""
         out: dict[str, list[str]] = {}
         for (name, cast), last in list(self.asked.items()):
-            if number - last <= _MOST_STEPS:
+            if number - last <= KEPT_VERSIONS:
                 out.setdefault(name, []).append(cast)
         return out
 

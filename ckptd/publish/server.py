@@ -1,7 +1,6 @@
 """`PublishServer`: process that serves a rank's versions and stores them; lingers after it.
 
-In it: of how many versions digests are kept; time limits of greeting, sends and orders; most
-connections.
+In it: time limits of greeting, sends and orders; most connections.
 
 It shares the slots with its rank, so no version is copied and no lock of the trainer's interpreter
 is taken. On the same host it passes the memory itself to a worker; to other hosts it sends the
@@ -41,7 +40,7 @@ from ckptd.checkpoint.save.arena import Slot
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, NotFoundError, ProcessError, StoreError, UsageError
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
-from ckptd.publish.chains import DeltaBook, VersionDeltas
+from ckptd.publish.chains import KEPT_VERSIONS, DeltaBook, VersionDeltas
 from ckptd.publish.deltas import NOTHING
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
@@ -107,8 +106,6 @@ from ckptd.store.base import Store
 
 U8 = NDArray[np.uint8]
 
-_KEPT_DIGESTS = 16
-"""Versions whose digests are kept after their slots: a worker may come back with an older one."""
 _TICK_S = 0.5
 _GREETING_S = 10.0
 _SEND_S = 60.0
@@ -501,7 +498,7 @@ class PublishServer:
             self._pending.discard(number)
             if whole is not None:
                 self._digests[number] = whole
-            while len(self._digests) > _KEPT_DIGESTS:
+            while len(self._digests) > KEPT_VERSIONS:
                 self._digests.popitem(last=False)
             self._digested.notify_all()
 

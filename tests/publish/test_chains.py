@@ -293,7 +293,7 @@ def test_deltas_stay_within_their_budget_and_the_oldest_go_first() -> None:
     assert (book.between(2, 3), len(third.kept)) == ([], 2)
     for number in range(5, 40):
         book.begin(number - 1, number)
-    assert len(book._steps) == chains._MOST_STEPS
+    assert len(book._steps) == chains.KEPT_VERSIONS
 
 
 @pytest.mark.long
