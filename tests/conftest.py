@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 
 from ckptd.base.runtime.pauses import spare
-from ckptd.testing.ranks import PRELOADED
+from ckptd.testing.ranks import RANK_IMPORTS
 from tests import leftovers, offspring, programs
 from tests.cli.running import Cli
 from tests.processes import agents_in, until
@@ -56,10 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
     faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
     # What most ranks of tests import: up to half a second of CPU in each.
-    PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.lay.bind"])
-    PRELOADED.extend(["ckptd.checkpoint.torch.checkpointer", "ckptd.elastic.torch.session"])
-    PRELOADED.extend(["ckptd.reshard.torch.experts", "ckptd.publish.torch.publisher"])
-    PRELOADED.append("tests.writing")
+    RANK_IMPORTS.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.lay.bind"])
+    RANK_IMPORTS.extend(["ckptd.checkpoint.torch.checkpointer", "ckptd.elastic.torch.session"])
+    RANK_IMPORTS.extend(["ckptd.reshard.torch.experts", "ckptd.publish.torch.publisher"])
+    RANK_IMPORTS.append("tests.writing")
     # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
     # the tests start and interrupt.
     if threading.current_thread() is threading.main_thread():

@@ -40,7 +40,7 @@ STACKS_S = 5.0
 def zygote() -> Any:
     """Return the context of multiprocessing whose processes are forks of one that has PyTorch.
 
-    There is one in each process of the tests: what else it is to have imported is in `PRELOADED`.
+    There is one in each process of the tests: what it imports is in `RANK_IMPORTS`.
     """
     return _start_server()
 

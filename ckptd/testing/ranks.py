@@ -31,10 +31,10 @@ from typing import Any, Generic, TypeVar, cast
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.testing.rank_main import STACKS_SIGNAL, RankFiles, RankSpec, main
 
-__all__ = ["PRELOADED", "RankOutcome", "play_world", "rank_outcomes", "result_of", "run_ranks"]
+__all__ = ["RANK_IMPORTS", "RankOutcome", "play_world", "rank_outcomes", "result_of", "run_ranks"]
 
 T = TypeVar("T")
-PRELOADED = [
+RANK_IMPORTS = [
     "torch",
     "torch.distributed",
     # Optimizers and wrappers import these on first use: a second of each rank.
@@ -334,7 +334,7 @@ def _start_server() -> BaseContext:
     threads cost milliseconds. The thread limits must be set before numpy and torch are imported.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, FROZEN])
+    context.set_forkserver_preload([*RANK_IMPORTS, FROZEN])
     limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in limits}
     os.environ.update(limits)

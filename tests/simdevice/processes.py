@@ -22,7 +22,14 @@ from typing import IO, Any, TypedDict, TypeVar, Unpack, cast
 
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.testing.rank_main import RankSpec
-from ckptd.testing.ranks import FROZEN, PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
+from ckptd.testing.ranks import (
+    FROZEN,
+    RANK_IMPORTS,
+    RankOutcome,
+    play_world,
+    rank_outcomes,
+    result_of,
+)
 from tests.simdevice.loading import installed
 
 __all__ = ["run", "run_simulated_ranks", "servers", "simulated_play"]
@@ -125,7 +132,7 @@ class _Server:
     """The process that forks others."""
 
     def __init__(self, name: str, devices: int) -> None:
-        self._asked = json.dumps([name, devices, PRELOADED, sys.path])
+        self._asked = json.dumps([name, devices, RANK_IMPORTS, sys.path])
         self.process: subprocess.Popen[bytes] | None = None
         _servers.append(self)
         atexit.register(self.close)
