@@ -25,8 +25,6 @@ Dequantize = Annotated[
 ]
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 
 def size_of(text: str, where: str) -> int:
@@ -37,11 +35,12 @@ def size_of(text: str, where: str) -> int:
     UsageError
         It is none.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", text)
-    unit = (_UNITS | _BINARY).get(found[2] or "") if found else None
-    if not found or unit is None or float(found[1]) * unit < 1:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(i)?)?B?", text)
+    base = 1024 if found and found[3] else 1000
+    size = float(found[1]) * base ** " KMGT".index(found[2] or " ") if found else 0.0
+    if not 1 <= size < 1 << 63:
         raise UsageError("invalid size", where=where, wanted="5GB, 500MB, 2GiB", found=text)
-    return int(float(found[1]) * unit)
+    return int(size)
 
 
 def duration_s(text: str, where: str) -> float:

@@ -292,7 +292,7 @@ def test_sizes(text: str, size: int) -> None:
     assert size_of(text, "x") == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5 PB", "5gb", "0.1B"])
+@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5 PB", "5gb", "0.1B", "9" * 400])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(UsageError):
         size_of(text, "--max-shard-size")
