@@ -99,7 +99,7 @@ class SlurmLauncher(Launcher):
             raise UsageError(
                 "not in a Slurm allocation",
                 where="SLURM_JOB_ID, SLURM_JOB_NODELIST",
-                hint="run this in a batch script (sbatch) or below salloc",
+                hint="call ckptd slurm in a batch script, and submit it with sbatch",
             )
         if env.get("SLURM_HET_SIZE"):
             raise RefusedError(

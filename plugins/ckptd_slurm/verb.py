@@ -126,7 +126,15 @@ def slurm(
     launcher = SlurmLauncher(launch, environ=environ, timeout_s=_CALL_S)
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     words, json = _without_json(command)
-    endpoint = _endpoint(launcher.address(environ.get("SLURMD_NODENAME", ""), _CALL_S))
+    if not (here := environ.get("SLURMD_NODENAME")):
+        # The shell of salloc runs where salloc was called: on a login node.
+        raise UsageError(
+            "this machine is not a node of the Slurm allocation",
+            where="SLURMD_NODENAME",
+            found="not set",
+            hint="call ckptd slurm in a batch script, and submit it with sbatch",
+        )
+    endpoint = _endpoint(launcher.address(here, _CALL_S))
     plan = plan_of(words, environ, launcher.names, endpoint, launcher.may_requeue(_CALL_S))
     environ[SECRET_VARIABLE] = launcher.environ[SECRET_VARIABLE] = _secret(plan, environ)
     with tempfile.TemporaryDirectory(prefix="ckptd-slurm-") as parts:

@@ -110,6 +110,22 @@ def test_what_a_node_would_refuse_is_refused_at_once(words: list[str]) -> None:
         plan_of(words, environ(), NODES, "n1:29400", True)
 
 
+def test_the_shell_of_salloc_on_a_login_node_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$2" != hostnames ] || echo n1\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in environ(SLURM_JOB_NODELIST="n1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    with pytest.raises(UsageError) as caught:
+        verb.slurm("train.py")
+    assert caught.value.where == "SLURMD_NODENAME"
+    assert "sbatch" in str(caught.value)
+
+
 def options(words: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
