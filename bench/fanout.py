@@ -42,7 +42,7 @@ import torch.distributed as dist
 import ckptd
 from ckptd.publish.messages import ServerEntry
 from ckptd.publish.passing import Sources
-from ckptd.testing.ranks import PRELOADED, run_ranks
+from ckptd.testing.ranks import RANK_IMPORTS, run_ranks
 
 sys.path.insert(0, str(common.HERE.parent))
 from tests.publish.linked import FAULTS, LinkedWorld
@@ -150,7 +150,7 @@ def linked(folder: str, workers: int, fault: str = "", *, pass_on: bool) -> dict
 
 def linked_table(folder: str) -> None:
     """Measure over links, and write the table."""
-    PRELOADED.extend(["ckptd.publish.torch.publisher", "ckptd.lay.bind", "tests.publish.linked"])
+    RANK_IMPORTS.extend(["ckptd.publish.torch.publisher", "ckptd.lay.bind", "tests.publish.linked"])
     kinds = [(n, "", p) for n in COUNTED for p in (False, True)]
     kinds += [(COUNTED[-1], fault, True) for fault in FAULTS]
     data = [linked(folder, n, fault, pass_on=p) for n, fault, p in kinds]
