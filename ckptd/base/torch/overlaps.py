@@ -55,6 +55,12 @@ def overlapping(leaves: Iterable[H]) -> list[list[H]]:
     return [group for group in groups if len(group) > 1 and _meet(group)]
 
 
+def are_apart(places: NDArray[np.int64]) -> bool:
+    """Tell whether no two runs of memory, rows of address and bytes, have a byte in common."""
+    rows = places[places[:, 0].argsort()]
+    return bool((rows[:-1].sum(axis=1) <= rows[1:, 0]).all())
+
+
 def _reach(local: torch.Tensor) -> int:
     """Return how many bytes lie between the beginning of a tensor and its end."""
     return reach_of(tuple(local.shape), local.stride()) * local.element_size()

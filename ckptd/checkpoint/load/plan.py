@@ -537,6 +537,7 @@ def read_plan(
     store: Store | None = None,
     allow_absent: bool = False,
     places: PieceLocations | None = None,
+    buffers: Sequence[Target] | None = None,
 ) -> ReadPlan:
     """Plan the filling of `wants`. Work grows with the pieces touched; nothing is read.
 
@@ -553,6 +554,8 @@ def read_plan(
         Leave targets of absent pieces as they are.
     places
         Of an earlier plan for the same checkpoint: what it learnt of files is not read again.
+    buffers
+        The targets of `wants`, if they are at hand as bytes.
 
     Raises
     ------
@@ -603,11 +606,11 @@ def read_plan(
         np.concatenate([none, *(starts for _, starts, _ in found)]),
         np.concatenate([none, *(targets for _, _, targets in found)]),
     )
-    every = [w.target for w in wants]
-    every = [
-        t.view(np.uint8) if isinstance(t, np.ndarray) and t.dtype != np.uint8 else t for t in every
+    buffers = buffers or [
+        t.view(np.uint8) if isinstance(t, np.ndarray) and t.dtype != np.uint8 else t
+        for t in (w.target for w in wants)
     ]
-    return ReadPlan(manifest, places, moves, every)
+    return ReadPlan(manifest, places, moves, buffers)
 
 
 def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:

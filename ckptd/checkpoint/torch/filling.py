@@ -53,6 +53,8 @@ class Filling:
         For `ckptd.checkpoint.load.plan.read_plan`.
     names
         Of the tensor of each want.
+    host
+        The targets, where all are whole tensors of the host that were added at once.
     recalled
         What is filled in their place: buffers as `WitnessPlan.select_all` takes them, and targets.
     """
@@ -64,6 +66,7 @@ class Filling:
         self._uploads: dict[torch.device, Upload] = {}
         self.wants: list[Want] = []
         self.names: list[str] = []
+        self.host: HostBuffers | None = None
         self.recalled: tuple[Sequence[Buffer], HostBuffers] | None = None
 
     @property
@@ -72,6 +75,8 @@ class Filling:
         if self.recalled is not None:
             return self.recalled
         buffers = [(want.tensor, want.regions) for want in self.wants]
+        if self.host is not None and len(self.host) == len(buffers):
+            return buffers, self.host
         return buffers, cast("list[LiveTarget]", [want.target for want in self.wants])
 
     @property
@@ -94,7 +99,8 @@ class Filling:
             if type(tensor) is not torch.Tensor and is_dtensor(tensor):
                 held = self._describer.held(name, tensor)
                 local, regions = held.local.detach(), held.regions
-            plain = type(local) is torch.Tensor and local.is_cpu and local.is_contiguous()
+            bare = type(local) in (torch.Tensor, torch.nn.Parameter)
+            plain = bare and local.is_cpu and local.is_contiguous()
             if plain and not local.is_neg() and not local.is_conj() and local.data_ptr():
                 at = local.data_ptr()
                 if local.nbytes:
@@ -105,9 +111,15 @@ class Filling:
                 self.names.append(name)
         self.names += named
         if found:
-            kept, _, _, starts, ends = zip(*found, strict=True)
+            locals, _, _, starts, ends = zip(*found, strict=True)
             first = min(starts)
+            # Not the tensors, which may have another storage soon.
+            kept = [local.untyped_storage() for local in locals]
             memory = bytes_at(first, max(ends) - first, kept)
+            if not self.wants:
+                places = np.array((starts, ends), dtype=np.int64).T
+                places[:, 1] -= places[:, 0]
+                self.host = HostBuffers(memory, first, places)
             self.wants += [
                 Want(number, regions, memory[start - first : end - first])
                 for _, regions, number, start, end in found

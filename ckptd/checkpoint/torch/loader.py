@@ -28,7 +28,7 @@ from ckptd.base.runtime.memory import HostBuffers
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.device import is_capturing
-from ckptd.base.torch.overlaps import Image, overlapping
+from ckptd.base.torch.overlaps import Image, are_apart, overlapping
 from ckptd.base.torch.ranks import Agreement, host_members
 from ckptd.base.torch.tensors import bytes_at
 from ckptd.checkpoint.format import codec
@@ -869,15 +869,13 @@ class Loader:
         others = laid.others(leaves)
         matching = match(others, laid.rest, wanted, to_saved, strict=options.strict)
         later = set(matching.adopted.values())  # other ranks may have a place for it
-        filling.add(
-            [
-                (name, leaves.tensors[name].tensor, number)
-                for name, number in matching.tensors.items()
-                if name not in later
-            ]
-        )
+        here = [name for name in matching.tensors if name not in later]
+        forms = zip(here, leaves.forms(here), strict=True)
+        filling.add([(n, tensor, matching.tensors[n]) for n, (tensor, _) in forms])
         laid.match(leaves, wanted, filling, matching)
-        matching.overlaps = overlapping([leaves.tensors[name] for name in matching.tensors])
+        places = None if filling.host is None else filling.host.places
+        if places is None or len(places) < len(matching.tensors) or not are_apart(places):
+            matching.overlaps = overlapping([leaves.tensors[name] for name in matching.tensors])
         return matching, leaves, filling, laid
 
     @staticmethod
@@ -907,12 +905,14 @@ class Loader:
         places = PieceLocations(manifest, filemap, tried.store)
         if filling.recalled is not None and self._planned is not None:
             return ReadPlan(manifest, places, self._planned.moves, filling.recalled[1])
+        wants = [*filling.wants, *tried.laid.wants]
         plan = read_plan(
             manifest,
             filemap,
-            [*filling.wants, *tried.laid.wants],
+            wants,
             allow_absent=not options.strict,
             places=places,
+            buffers=filling.host if filling.host and len(filling.host) == len(wants) else None,
         )
         found = msgspec.structs.replace(matching, unexpected=[*unexpected])
         files = distinct(plan.moves.rows["file"]).tolist()
@@ -922,7 +922,7 @@ class Loader:
             and found.is_plain
             and filling.is_in_place
             and places.all_own(files)
-            and not any(leaf.fresh for leaf in leaves.tensors.values())
+            and not any(leaf.fresh for leaf in leaves.made())
         ):
             sizes, buffers = plan.addresses[:, 1], tuple(filling.filled[0])
             self._planned = _Planned(key, found, filling.names, buffers, sizes, plan.moves, files)

@@ -328,7 +328,7 @@ class Saver:
         if known is not None and leaves.known is not None and known[0] == key:
             structure = known[1]
         else:
-            structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+            structure = self._describer.structure(leaves, list(leaves.objects))
             self._structure = (key, structure)
             if self._board.world > 1 and self._board.rank == 0 and not self._warned:
                 self._warn_of_statistics(leaves)

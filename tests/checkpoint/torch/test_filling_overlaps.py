@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import ckptd
+from ckptd.base.torch.overlaps import are_apart
+from ckptd.checkpoint.torch.filling import Filling
+from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.errors import MismatchError
 from tests.processes import PATIENCE_S
 from tests.reshard.torch.layout.jobs import PROGRAM, whole_job
@@ -182,3 +185,22 @@ def test_a_number_of_an_optimizer_that_lies_over_its_state() -> None:
             ck.load({"model": into, "optim": other})
         assert "step" in str(caught.value.where)
         assert torch.equal(held["exp_avg"], before)
+
+
+def test_memory_that_a_tensor_gives_up_stays_while_it_is_filled() -> None:
+    tensor = torch.zeros(3)
+    filling = Filling(Describer((0,)))
+    filling.add([("w", tensor, 0)])
+    storage = tensor.untyped_storage()._weak_ref()
+    tensor.data = torch.ones(3)
+    assert not torch.UntypedStorage._expired(storage)
+    del filling
+    assert torch.UntypedStorage._expired(storage)
+
+
+def test_ranges_that_meet_are_not_apart() -> None:
+    for other, apart in ((8, True), (7, False), (0, False), (-3, True), (-2, False)):
+        for order in (1, -1):
+            places = np.array([(100, 8), (100 + other, 3)])[::order]
+            assert are_apart(places) == apart
+    assert are_apart(np.empty((0, 2), dtype=np.int64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +12,10 @@ import torch
 from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import Placement, ambiguous, local_regions, local_shape, nested
-from ckptd.base.torch.tensors import dtype_name, is_dtensor, local_tensor
+from ckptd.base.torch.tensors import PLAIN, dtype_name, is_dtensor, local_tensor
 from ckptd.checkpoint.format.manifest import MeshEntry, TensorEntry
 from ckptd.checkpoint.save.structure import Structure, TensorCut
-from ckptd.checkpoint.torch.state.leaves import TensorLeaf
+from ckptd.checkpoint.torch.state.leaves import Leaves
 from ckptd.errors import UsageError
 from ckptd.types import Box
 
@@ -59,7 +59,7 @@ class Describer:
         self._known: dict[Any, tuple[MeshEntry, tuple[int, ...], tuple[Placement, ...]]] = {}
         self._regions: dict[Any, tuple[tuple[int, ...], tuple[Region, ...]]] = {}
 
-    def structure(self, leaves: Mapping[str, TensorLeaf], objects: Sequence[str]) -> Structure:
+    def structure(self, leaves: Leaves, objects: Sequence[str]) -> Structure:
         """Return this rank's structure.
 
         Raises
@@ -69,15 +69,17 @@ class Describer:
         """
         tensors = []
         uncut = TensorCut()
-        for name, leaf in leaves.items():
+        forms = leaves.forms(leaves.tensors)
+        for name, (tensor, aliases) in zip(leaves.tensors, forms, strict=True):
             cut = uncut
-            if leaf.tensor is not leaf.local and is_dtensor(leaf.tensor):
-                mesh, _, placements = self._sharding(name, leaf.tensor)
+            if type(tensor) not in PLAIN and is_dtensor(tensor):
+                mesh, _, placements = self._sharding(name, tensor)
                 cut = TensorCut(mesh, placements)
-            shape, aliases = tuple(leaf.tensor.shape), tuple(leaf.aliases)
-            entry = TensorEntry(name, dtype_name(leaf.tensor.dtype), shape, 0, 0, 0, aliases)
+            shape = tuple(tensor.shape)
+            entry = TensorEntry(name, dtype_name(tensor.dtype), shape, 0, 0, 0, aliases)
             tensors.append((entry, cut))
-        own = tuple(n for n, leaf in leaves.items() if leaf.own and not is_dtensor(leaf.tensor))
+        # Those that are recalled and have values of their own were made above.
+        own = tuple(x.name for x in leaves.made() if x.own and not is_dtensor(x.tensor))
         return Structure.of(tensors, tuple(sorted(objects)), own)
 
     def held(self, name: str, tensor: torch.Tensor, *, strided: bool = False) -> LocalRegions:

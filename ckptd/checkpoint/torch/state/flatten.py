@@ -197,11 +197,14 @@ class KnownState:
         at = {id(tensor): number for number, tensor in enumerate(tensors.values())}
         self._order: dict[str, int | None] = dict.fromkeys(leaves.tensors)
         self._sections = [""] * len(tensors)
-        self._forms: list[Any] = [None] * len(tensors)
+        self._forms: list[Any] = [(False, "tensor", "", False)] * len(tensors)
+        for name, section, tensor in zip(*sink.runs, strict=True):
+            number = self._order[name] = at[id(tensor)]
+            self._sections[number] = section
         self._origins: dict[int, int] = {}
         self._inner: set[int] = set()
         self._tied: dict[int, tuple[str, ...]] = {}
-        for leaf in leaves.tensors.values():
+        for leaf in leaves.made():
             if not leaf.fresh:
                 number = at[id(sink.parts.get(leaf.name, leaf.origin))]
                 self._order[leaf.name], self._sections[number] = number, leaf.section
@@ -209,16 +212,13 @@ class KnownState:
                 self._forms[number] = shared.setdefault(form, form)
                 if leaf.wrapped:
                     self._origins[number] = positions[id(leaf.origin)]
-                if leaf.wrapped or leaf.tensor is not leaf.local:
+                if leaf.wrapped or leaf.tensor is not leaf.local or leaf.aliases or leaf.own:
                     self._inner.add(number)
                 if leaf.aliases:
                     self._tied[number] = leaf.aliases
         self._aliases = {a: n for a, n in leaves.aliases.items() if not leaves.tensors[n].fresh}
-        self._paths = {
-            name: sink.path(name)
-            for leaf in leaves.tensors.values()
-            for name in (() if leaf.fresh else (leaf.name, *leaf.aliases))
-        } | {record.name: record.path for record in self._records}
+        names = [n for leaf in leaves.made() if not leaf.fresh for n in (leaf.name, *leaf.aliases)]
+        self._paths = sink.paths([*sink.runs[0], *names, *(r.name for r in self._records)])
         self._sayings = {
             name: (saying, [positions[id(tensor)] for tensor in same])
             for name, (saying, same) in sink.sayings.items()
@@ -240,9 +240,7 @@ class KnownState:
             if wraps and id(thing) not in first and not is_dtensor(thing):
                 first[id(thing)] = at, look.unwrap(at)
         # A copy that was made because the live memory cannot be filled would grow old.
-        old = any(
-            leaf.assign is not None and not leaf.fresh for leaf in sink.leaves.tensors.values()
-        )
+        old = not all(leaf.fresh for leaf in sink.leaves.assigned())
         seen = {*_ids(look.things)}.issuperset(_ids(sink.live))
         if old or not seen or not sink.recallable:
             return None
@@ -408,10 +406,14 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
 
 def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
     """Add the leaves of all sites to `sink`; return the owner of each parameter."""
-    each = [*one_by_one(sites)]
-    owners = ParameterOwners(each)
-    for site in each:
-        _add(sink, site, owners)
+    owning = any(isinstance(site.value, torch.optim.Optimizer) for site in sites)
+    named = one_by_one(sites) if owning else (s for s in sites if isinstance(s.value, nn.Module))
+    owners = ParameterOwners(named)
+    for site in sites:
+        run = site.value
+        if type(run) is not TensorRun or not sink.add_run(site.place, run.segments, run.items):
+            for one in one_by_one((site,)):
+                _add(sink, one, owners)
     return owners
 
 

@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.base.torch.tensors import (
+    DTYPE_NAMES,
     PLAIN,
     dtype_name,
     has_own_places,
@@ -40,7 +41,7 @@ from ckptd.base.torch.tensors import (
 )
 from ckptd.checkpoint.format import codec, reseed
 from ckptd.checkpoint.format.invariants import MAX_DIMS
-from ckptd.checkpoint.format.names import MAX_NAME_CHARS, escape_key
+from ckptd.checkpoint.format.names import MAX_NAME_CHARS, are_names, escape_key
 from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.wrapped import difference, parts_of, record_of, spread
 from ckptd.errors import CkptdError, MismatchError, UsageError
@@ -256,6 +257,9 @@ class TensorLeaf(msgspec.Struct, eq=False):
         return tuple(self.tensor.shape)
 
 
+Form = tuple[torch.Tensor, tuple[str, ...]]
+
+
 class RecalledLeaves(MutableMapping[str, TensorLeaf]):
     """Leaves by name, each of which is made when it is first asked for.
 
@@ -268,7 +272,7 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
     locals
         What this rank has of the tensor, by number.
     inner
-        Numbers of those that are inside of others.
+        Numbers of those whose leaf says more than its local tensor: inside of another one, say.
     kept
         What keeps their memory meanwhile.
     """
@@ -288,6 +292,16 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
         """Return the local tensor of each leaf, and make none for that."""
         found = map(self._found.__getitem__, names)
         return [self._locals[f] if type(f) is int else f.local for f in found]
+
+    def forms(self, names: Iterable[str]) -> list[Form]:
+        """See `Leaves.forms`."""
+        locals, inner, found = self._locals, self._inner, [(n, self._found[n]) for n in names]
+        return [
+            (locals[f], ())
+            if type(f) is int and f not in inner
+            else ((leaf := self[n]).tensor, leaf.aliases)
+            for n, f in found
+        ]
 
     def hold(self, names: Iterable[str]) -> Sequence[str]:
         """Detach local tensors, so that they stay what they are; return which are inside others."""
@@ -514,15 +528,27 @@ class Leaves(msgspec.Struct):
         """Number of things that a load adds besides tensors and each rank's own."""
         return sum(map(len, (self.objects, self.pending, self.handing, self.misfits, self.paths)))
 
-    def assigned(self) -> list[TensorLeaf]:
-        """Return the leaves that are copies; what is recalled is none."""
+    def made(self) -> Collection[TensorLeaf]:
+        """Return the leaves but for those that nobody asked for, which are plain ones."""
         held = self.tensors
-        leaves = held.made() if isinstance(held, RecalledLeaves) else held.values()
-        return [leaf for leaf in leaves if leaf.assign is not None]
+        return held.made() if isinstance(held, RecalledLeaves) else held.values()
+
+    def assigned(self) -> list[TensorLeaf]:
+        """Return the leaves that are copies."""
+        return [leaf for leaf in self.made() if leaf.assign is not None]
 
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""
         return self.tensors.get(self.aliases.get(name, name))
+
+    def forms(self, names: Collection[str]) -> list[Form]:
+        """Return tensors that have the form of leaves, and may learn, and the leaves' aliases.
+
+        Plain leaves of `RecalledLeaves` are not made for that.
+        """
+        if isinstance(held := self.tensors, RecalledLeaves):
+            return held.forms(names)
+        return [(leaf.tensor, leaf.aliases) for leaf in map(held.__getitem__, names)]
 
     def converts(self, name: str) -> bool:
         """Tell whether an object itself says whether a name is missing."""
@@ -620,6 +646,8 @@ class Sink:
         Of wrapped tensors that are not fresh, what is inside by name, and what says so.
     forms
         Those of the state of optimizers, by name.
+    runs
+        Names, sections and tensors of `add_run`.
     sayings
         The forms of what modules say, by name, with the tensors of its `same`.
     hyper
@@ -631,7 +659,11 @@ class Sink:
         self.saved = saved
         self.device = device
         self._paths: MutableMapping[str, str] = {}
-        self._by_memory: dict[Hashable, TensorLeaf] = {}
+        self._by_memory: dict[tuple[Hashable, ...], TensorLeaf] = {}
+        self._by_storage: dict[Hashable, str] = {}
+        self._kept: list[torch.UntypedStorage] = []
+        self._found: dict[str, Any] = {}
+        self.runs: tuple[list[str], list[str], list[torch.Tensor]] = [], [], []
         self.live: list[torch.Tensor] = []
         self.fresh: list[TensorLeaf] = []
         self.recallable = True
@@ -644,8 +676,11 @@ class Sink:
         self._fresh = False
         self.hyper: Counter[Hashable] = Counter()
 
-    def holder(self, key: Hashable) -> TensorLeaf | None:
+    def holder(self, key: tuple[Hashable, ...]) -> TensorLeaf | None:
         """Return the leaf that has the memory for which `memory_key` gives `key`."""
+        if (name := self._by_storage.get(key[0])) is not None:
+            leaf = self.leaves.tensors[name]
+            self._by_memory.setdefault(memory_key(leaf.origin), leaf)
         return self._by_memory.get(key)
 
     def again(self, leaves: Leaves, paths: MutableMapping[str, str]) -> Sink:
@@ -668,9 +703,9 @@ class Sink:
             self.told[place.name] = call_with(value.state_dict, place.name)
         return self.told[place.name]
 
-    def path(self, name: str) -> str:
-        """Return where a name stands in the program."""
-        return self._paths[name]
+    def paths(self, names: Iterable[str]) -> dict[str, str]:
+        """Return where names stand in the program."""
+        return {name: self._paths[name] for name in names}
 
     def has(self, name: str) -> bool:
         """Tell whether something was added under `name`."""
@@ -748,7 +783,7 @@ class Sink:
         if not self._fresh:
             self.live.append(tensor)
         key = memory_key(tensor)
-        first = self._by_memory.get(key)
+        first = self.holder(key)
         if first is not None:
             self.recallable &= first.fresh == self._fresh
             first.aliases += (place.name,)
@@ -786,6 +821,48 @@ class Sink:
         if self._fresh:
             self.fresh.append(leaf)
         return leaf
+
+    def add_run(
+        self, place: StatePlace, segments: Sequence[str], items: Sequence[tuple[Any, torch.Tensor]]
+    ) -> bool:
+        """Add plain tensors of a dict at once, as leaves that are made when they are asked for.
+
+        Returns
+        -------
+        bool
+            False, and none is added: not each has memory in the order of its rows, and a name and
+            a storage that nothing else has.
+        """
+        names = [f"{place.name}.{s}" for s in segments] if place.name else [*segments]
+        tensors = [tensor for _, tensor in items]
+        if (self.saved and self.saved.wrapped) or not are_names(names) or not _are_usual(tensors):
+            return False
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        held = dict(zip([s._cdata for s in storages], names, strict=True))
+        paths = {n: f"{place.path}[{key!r}]" for n, (key, _) in zip(names, items, strict=True)}
+        known = self._by_storage.keys() | {s for s, *_ in self._by_memory}
+        alone = known.isdisjoint(held) and self._paths.keys().isdisjoint(paths)
+        if not alone or min(len(held), len(paths)) < len(names):
+            return False
+        (every, sections, live), at = self.runs, self._paths  # leaves do not hold what holds them
+
+        def make(name: str, number: int) -> TensorLeaf:
+            local = live[number].detach()
+            section, path = sections[number], at[name]
+            return TensorLeaf(name, local, local, section, "tensor", path, live[number])
+
+        if not isinstance(self.leaves.tensors, RecalledLeaves):
+            self._found.update(self.leaves.tensors)
+            self.leaves.tensors = RecalledLeaves(self._found, make, live, (), self._kept)
+        self._found.update(zip(names, range(len(live), len(live) + len(names)), strict=True))
+        self._kept += storages
+        every += names
+        sections += [place.section] * len(names) if place.name else [key for key, _ in items]
+        live += tensors
+        self.live += tensors
+        self._by_storage |= held
+        self._paths.update(paths)
+        return True
 
     def add_object(
         self,
@@ -854,7 +931,17 @@ def put_nothing(value: Any) -> None:
     """Put what needs no place: of a save, or equal to what is there."""
 
 
-def memory_key(tensor: torch.Tensor) -> Hashable:
+def _are_usual(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell of tensors of no subclass whether all can be saved and filled where they lie."""
+    return all(
+        t.layout is torch.strided
+        and not (t.is_nested or t.is_meta or t.is_conj() or t.is_neg())
+        and (t.dtype in DTYPE_NAMES and t.dim() <= MAX_DIMS and t.is_contiguous())
+        for t in tensors
+    )
+
+
+def memory_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """Return what is equal for two tensors exactly when they are one view of one memory."""
     if type(tensor) in PLAIN:
         pass

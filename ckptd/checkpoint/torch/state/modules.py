@@ -70,7 +70,7 @@ def materialise(
     """
     metas = [
         leaf
-        for leaf in leaves.tensors.values()
+        for leaf in leaves.made()
         if leaf.origin.is_meta
         and any(saved.tensor(n) is not None for n in (leaf.name, *leaf.aliases))
     ]

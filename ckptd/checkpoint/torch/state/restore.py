@@ -257,11 +257,10 @@ def match(
     used: set[str] = set()
     names = mapped((*leaves.tensors, *leaves.aliases, *leaves.objects, *leaves.per_rank), to_saved)
     some = chosen((*leaves.tensors, *leaves.aliases), wanted)
-    for name, leaf in leaves.tensors.items():
-        if name not in some:
-            continue
+    here = [name for name in leaves.tensors if name in some]
+    for name, (tensor, aliases) in zip(here, leaves.forms(here), strict=True):
         sources: dict[int, str] = {}
-        for one in (name, *leaf.aliases):
+        for one in (name, *aliases):
             source = names[one]
             source = saved.aliases.get(source, source)
             # An unwanted alias may give the tensor its value, and is no copy.
@@ -275,8 +274,8 @@ def match(
         for number, one in sources.items():
             entry = saved.manifest.tensors[number]
             used.add(entry.name)
-            dtype = DTYPE_NAMES.get(leaf.tensor.dtype)
-            if entry.dtype != dtype or entry.shape != leaf.tensor.shape:
+            if entry.dtype != DTYPE_NAMES.get(tensor.dtype) or entry.shape != tensor.shape:
+                leaf = leaves.tensors[name]
                 differences.append(
                     f"{one}: wanted {leaf.dtype}{list(leaf.shape)}, "
                     f"found {entry.dtype}{list(entry.shape)}"

@@ -285,6 +285,11 @@ class TensorRun(NamedTuple):
     items: list[tuple[Any, torch.Tensor]]
     named: Callable[[Any], str]
 
+    @property
+    def segments(self) -> list[str]:
+        """The segments of their names."""
+        return [self.named(key) for key, _ in self.items]
+
 
 def one_by_one(sites: Iterable[Site]) -> Iterator[Site]:
     """Yield a site for each tensor of a run, and others as they are."""
