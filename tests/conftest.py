@@ -21,6 +21,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadGroupScheduling
 
 from ckptd.base.runtime.pauses import spare
 from ckptd.testing.ranks import RANK_IMPORTS
@@ -159,6 +161,23 @@ def _one_first() -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+class _ByFile(LoadGroupScheduling):
+    """Give tests of no group to workers by file, so that one makes what a module's tests share.
+
+    Test by test, a worker is told each when another has ended, and waits for that on a busy machine.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope = super()._split_scope(nodeid)
+        return scope if scope != nodeid else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none with -p no:xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling | None:
+    """Let `_ByFile` schedule what is scheduled by group."""
+    return _ByFile(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def _tell_group(item: pytest.Item, group: str) -> None:
