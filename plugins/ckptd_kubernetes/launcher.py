@@ -32,6 +32,8 @@ _POLL_S = 0.2
 _GRACE_S = 1
 """A kubelet that is there kills within it and says so. 0 would take the pod's name off the API
 before anybody knows that its processes are dead."""
+_LEAST_S = 1.0
+"""For an answer of the API when the time is over: it says what was not done in time."""
 _CLOSE_S = 30.0
 _NOT_FOUND, _CONFLICT = 404, 409
 
@@ -365,7 +367,7 @@ def _goes_on(pod: Seen) -> bool:
 
 
 def _left(end: float) -> float:
-    return max(0.05, end - time.monotonic())
+    return max(_LEAST_S, end - time.monotonic())
 
 
 def _as_error(error: Exception) -> CkptdError:

@@ -81,6 +81,8 @@ class FakeKube:
         Whether a Job makes deleted pods anew.
     deaf
         Whether pods go on after TERM, until they are killed.
+    answer_s
+        After how long questions are answered.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class FakeKube:
         self.requests: list[tuple[str, str]] = []
         self.recreate = False
         self.deaf = False
+        self.answer_s = 0.0
         self.nodes_allowed = nodes_allowed
         self._second_s = second_s
         self._changed = threading.Condition(threading.RLock())
@@ -347,6 +350,7 @@ def _handler(kube: FakeKube) -> type[BaseHTTPRequestHandler]:
             query = {k: v[-1] for k, v in parse_qs(parts.query).items()}
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else {}
+            time.sleep(kube.answer_s)
             try:
                 kube.check(self.command, parts.path, self.headers.get("Authorization"))
                 kind, name = _named(parts.path)

@@ -186,11 +186,11 @@ def test_a_pod_on_a_machine_that_is_gone_does_not_hold_a_stop_up(
 
 def test_a_pod_that_does_not_go_is_told(kube: FakeKube, launcher: Kubernetes) -> None:
     launcher.start(["a"], PATIENCE_S)
-    kube.deaf, kube._second_s = True, 600.0
+    kube.deaf, kube._second_s, kube.answer_s = True, 600.0, 0.1  # the last is asked when it is late
     with pytest.raises(DeadlineError) as caught:
         launcher.stop(["a"], 0.5)
     assert "pods are not gone in time" in caught.value.message
-    kube._second_s = 0.02
+    kube._second_s, kube.answer_s = 0.02, 0.0
     kube.delete("a", 0)
 
 
