@@ -23,9 +23,13 @@ LONG = [pytest.param(what, marks=pytest.mark.long) for what in ("point", "row", 
 @pytest.mark.parametrize("what", ["node", "partition", *LONG])
 def test_what_was_planted_is_named_first(mesh: Mesh, what: str) -> None:
     wanted = plant(mesh, what)
-    # On a busy machine another link may seem slower for a moment.
-    named = [mesh.named(rounds=2) for _ in range(3)]
-    assert any(one[:1] == [wanted] for one in named), named
+    # On a busy machine other links may seem slow for a moment: the least of more probes does not.
+    named: list[list[str]] = []
+    for rounds in (2, 4, 8, 16):
+        named.append(mesh.named(rounds))
+        if named[-1][:1] == [wanted]:
+            return
+    raise AssertionError(f"{wanted} was not named first: {named}")
 
 
 def test_nothing_is_named_where_all_is_well(mesh: Mesh) -> None:
