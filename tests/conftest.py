@@ -166,8 +166,8 @@ def _one_first() -> Iterator[None]:
 class _ByFile(LoadGroupScheduling):
     """Give tests of no group to workers by file, so that one makes what a module's tests share.
 
-    Test by test, a worker is told each when another has ended, and waits for that on a busy
-    machine.
+    Without that, xdist sends a worker its next test when one has ended. On a busy machine the
+    worker waits for it.
     """
 
     def _split_scope(self, nodeid: str) -> str:

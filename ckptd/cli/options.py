@@ -25,6 +25,8 @@ Dequantize = Annotated[
 ]
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+_MOST_S = 100 * 365 * _SECONDS["d"]
+"""Beyond it no date can be computed."""
 
 
 def size_of(text: str, where: str) -> int:
@@ -52,6 +54,7 @@ def duration_s(text: str, where: str) -> float:
         It is none.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
-    if not found:
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else _MOST_S
+    if seconds >= _MOST_S:
         raise UsageError("invalid duration", where=where, wanted="30m, 6h, 7d", found=text)
-    return float(found[1]) * _SECONDS[found[2]]
+    return seconds

@@ -19,7 +19,9 @@ from ckptd.elastic.launchers import Command, Hint, Launcher, Machine, MachineSta
 from ckptd.errors import DeadlineError, RefusedError, StoreError, UsageError
 from ckptd_slurm.tools import NodeSaid, Slurm
 
-__all__ = ["SRUN", "SlurmLauncher"]
+__all__ = ["IN_BATCH", "SRUN", "SlurmLauncher"]
+
+IN_BATCH = "call ckptd slurm in a batch script, and submit it with sbatch"
 
 SRUN = (
     "srun",
@@ -99,7 +101,7 @@ class SlurmLauncher(Launcher):
             raise UsageError(
                 "not in a Slurm allocation",
                 where="SLURM_JOB_ID, SLURM_JOB_NODELIST",
-                hint="call ckptd slurm in a batch script, and submit it with sbatch",
+                hint=IN_BATCH,
             )
         if env.get("SLURM_HET_SIZE"):
             raise RefusedError(
@@ -224,22 +226,28 @@ class SlurmLauncher(Launcher):
     def _kill(self, left: set[str], end: float, timeout_s: float) -> None:
         given_up = min(end, time.monotonic() + _UNREACHABLE_S)
         asked: dict[str, float] = {}
-        while left := {name for name in left if self._runs(name)}:
-            now = time.monotonic()
-            if now >= given_up:
-                break
-            if any(now - asked.get(name, -math.inf) >= _ASK_S for name in left):
-                steps = self._slurm.steps(self.job, max(end - now, 0.0))
-                for name in left:
-                    asked[name] = now
-                    if (step := steps.get(self._steps[name][0])) is not None:
-                        self._slurm.kill_step(step, max(end - now, 0.0))
-            time.sleep(_POLL_S)
+        try:
+            while left := {name for name in left if self._runs(name)}:
+                now = time.monotonic()
+                if now >= given_up:
+                    break
+                if any(now - asked.get(name, -math.inf) >= _ASK_S for name in left):
+                    steps = self._slurm.steps(self.job, max(end - now, 0.0))
+                    for name in left:
+                        asked[name] = now
+                        if (step := steps.get(self._steps[name][0])) is not None:
+                            self._slurm.kill_step(step, max(end - now, 0.0))
+                time.sleep(_POLL_S)
+        finally:
+            # The node, or Slurm, does not answer: Slurm kills the step there once it does.
+            for name in left:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._steps[name][1].pid, signal.SIGKILL)
         for name in left:
-            # The node does not answer: Slurm kills the step there once it does.
-            with suppress(ProcessLookupError):
-                os.killpg(self._steps[name][1].pid, signal.SIGKILL)
-            self._steps[name][1].wait(max(end - time.monotonic(), 1.0))
+            try:
+                self._steps[name][1].wait(max(end - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                raise _late(f"stop {name}", timeout_s) from None
 
     def _machine(self, name: str, said: NodeSaid | None, allocated: bool) -> Machine:
         running = self._runs(name)

@@ -115,7 +115,7 @@ def slurm(
     that does not help, or when Slurm says with USR1 that the time is over, the job is requeued. The
     exit codes are those of ckptd run.
     """
-    from ckptd_slurm.launcher import SlurmLauncher
+    from ckptd_slurm.launcher import IN_BATCH, SlurmLauncher
 
     environ = dict(os.environ)
     plan: Plan | None = None
@@ -132,7 +132,7 @@ def slurm(
             "this machine is not a node of the Slurm allocation",
             where="SLURMD_NODENAME",
             found="not set",
-            hint="call ckptd slurm in a batch script, and submit it with sbatch",
+            hint=IN_BATCH,
         )
     endpoint = _endpoint(launcher.address(here, _CALL_S))
     plan = plan_of(words, environ, launcher.names, endpoint, launcher.may_requeue(_CALL_S))

@@ -139,7 +139,7 @@ def test_an_incident_closes_only_when_others_have_been_seen_for_long() -> None:
 
 
 def test_the_same_rank_may_hang_again_after_a_restart() -> None:
-    """It was the incident of the generation before, still open: nothing was told."""
+    """The tracker took it for the open incident of the generation before, and reported nothing."""
     book = Book(confirm=1)
     assert book.judge(verdict(VerdictKind.HANG, 3), verdict(VerdictKind.SLOW_RANK, 70)).opened
     again = book.judge(

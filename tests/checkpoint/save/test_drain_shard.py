@@ -65,7 +65,9 @@ def test_a_share_whose_slot_was_taken_is_not_put(sealed: bool) -> None:
     assert not shard.is_whole
 
 
-def test_a_slot_that_is_taken_while_the_last_of_it_is_written_leaves_no_share() -> None:
+def test_a_slot_that_is_taken_while_the_last_of_it_is_written_leaves_no_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What was written may be of two snapshots."""
     plan = plan_of()
     shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
@@ -81,7 +83,7 @@ def test_a_slot_that_is_taken_while_the_last_of_it_is_written_leaves_no_share() 
                     shard.slot.begin(2)
                     shard.slot.seal()
 
-            writer.write = taken  # type: ignore[method-assign]
+            monkeypatch.setattr(writer, "write", taken)
             return writer
 
     store = Slow("overtaken")

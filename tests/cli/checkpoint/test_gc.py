@@ -156,7 +156,9 @@ def test_durations(text: str, seconds: float) -> None:
     assert duration_s(text, "x") == seconds
 
 
-@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1 d", "1e3s", "1y", "1d\n"])
+@pytest.mark.parametrize(
+    "text", ["", "7", "d", "-1d", "1 d", "1e3s", "1y", "1d\n", "9" * 15 + "w", "9" * 400 + "s"]
+)
 def test_no_durations(text: str) -> None:
     with pytest.raises(UsageError):
         duration_s(text, "--abandoned")

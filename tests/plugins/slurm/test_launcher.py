@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from ckptd.elastic.launchers.base import Command, Launcher, MachineState
-from ckptd.errors import RefusedError, UsageError
+from ckptd.errors import RefusedError, StoreError, UsageError
 from ckptd.testing.launchers import LauncherContract
 from ckptd_slurm.launcher import SlurmLauncher
 from tests.plugins.slurm.cluster import Cluster, slurm
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 __all__ = ["slurm"]
 
@@ -75,6 +77,26 @@ class TestSlurm(LauncherContract):
             # It says for a moment that it does not respond.
             until(lambda: _state(launcher, node) is MachineState.UP, f"{node} is up again")
             assert launcher.hints(60.0) == ()
+
+
+def test_local_steps_are_killed_though_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, does in (
+        ("scontrol", '[ "$2" != hostnames ] || echo n1'),
+        ("srun", f"trap '' TERM; echo $$ > {tmp_path}/pid; exec sleep 600"),
+        ("squeue", "echo away >&2; exit 1"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environ = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    launcher = SlurmLauncher(lambda node: ["true"], environ=environ)
+    launcher.start(["n1"], PATIENCE_S)
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it runs")
+    with pytest.raises(StoreError, match="away"):
+        launcher.stop(None, PATIENCE_S)
+    until(lambda: launcher.running() == [], "its end")
 
 
 def _state(launcher: Launcher, node: str) -> MachineState:
