@@ -444,6 +444,7 @@ def bind_address() -> str:
 _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.05
 _MAC_BYTES = 16
+_ABSENT = "\x01absent"  # what `compare_set` gives back where there is nothing; nobody posts it
 _boards_made: dict[str, int] = {}
 
 
@@ -522,10 +523,10 @@ class JobBoard(OfOneProcess):
 
     def peek(self, key: str) -> bytes | None:
         """See `ckptd.base.runtime.ranks.Board`."""
+        # In one call: what `check` finds can go before `get`, which would wait until it comes back.
         name = self._prefix + key
-        if not self._call(self._store.check, [name]):
-            return None
-        return self._checked(name, self._call(self._store.get, name))
+        raw = self._call(self._store.compare_set, name, _ABSENT, _ABSENT)
+        return None if raw == _ABSENT.encode() else self._checked(name, raw)
 
     def peek_all(self, keys: list[str]) -> list[bytes] | None:
         """See `ckptd.base.runtime.ranks.Board`."""
@@ -567,6 +568,14 @@ class JobBoard(OfOneProcess):
     def _call(self, function: Any, *args: Any) -> Any:
         try:
             return function(*args)
+        except dist.DistStoreError as error:
+            raise DeadlineError(
+                "the job's store had a value, and when it was read it had none",
+                kind="board",
+                where=self._prefix,
+                found=str(error).splitlines()[0][:200],
+                hint=EVERY_RANK,
+            ) from error
         except (RuntimeError, dist.DistError) as error:
             raise CkptdError(
                 "the job's store is gone",
@@ -629,7 +638,6 @@ def board_of(process_group: Any, timeout_s: float) -> Board:
     _boards_made[own] = _boards_made.get(own, 0) + 1
     store = dist.distributed_c10d._get_default_store()
     store = _clone(store)
-    store.set_timeout(timedelta(seconds=timeout_s))
     rank = ranks.index(dist.get_rank())
     prefix = f"ckptd/{own}/{_boards_made[own]}/"
     return open_board(store, rank, len(ranks), prefix, ranks_key(), timeout_s)
@@ -645,6 +653,7 @@ def open_board(
     CkptdError
         Not all of them come within `timeout_s`, or they have different secrets.
     """
+    store.set_timeout(timedelta(seconds=timeout_s))
     opening = JobBoard(store, rank, world, f"{prefix}opening/", secret)
     life = Agreement(opening, timeout_s).life()
     return JobBoard(store, rank, world, f"{prefix}{life.hex()}/", secret, life)

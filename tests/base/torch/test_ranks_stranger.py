@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ class Tapped:
                 if self.store.check([name]):
                     self.act(self.store, name)
             return bool(self.store.check(names))
+
+    def compare_set(self, name: str, expected: str, desired: str) -> bytes:
+        with self.lock:
+            if self.store.check([name]):
+                self.act(self.store, name)
+            return bytes(self.store.compare_set(name, expected, desired))
 
     def __getattr__(self, name: str) -> Any:
         if name == "clone":
@@ -188,13 +195,36 @@ def test_a_rank_without_the_secret_is_named(without: int) -> None:
     assert all(str(where).endswith(f"/{without}") for where in refused)
 
 
+class Vanishing(HashStore):
+    """A store in which every value goes as soon as somebody has asked whether it is there."""
+
+    def check(self, names: list[str]) -> bool:
+        there = super().check(names)
+        for name in names:
+            self.delete_key(name)
+        return there
+
+
+def test_a_value_that_goes_while_it_is_read_keeps_nobody_waiting() -> None:
+    """torch's `get` and `multi_get` wait for what is not there, by default five minutes."""
+    store = Vanishing()
+    store.set_timeout(timedelta(seconds=SHORT_S))
+    board = JobBoard(store, 0, 2, "job/", SECRET)
+    assert board.peek("one") is None
+    board.set("one", b"1")
+    assert board.peek("one") == b"1"
+    with pytest.raises(DeadlineError, match="when it was read it had none") as caught:
+        board.peek_all(["one"])
+    assert caught.value.kind == "board"
+
+
 class Counting(HashStore):
     """A store that counts the round trips to it."""
 
     calls = 0
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("set", "get", "check", "multi_get", "add", "delete_key"):
+        if name in ("set", "get", "check", "compare_set", "multi_get", "add", "delete_key"):
             self.calls += 1
         return super().__getattribute__(name)
 
