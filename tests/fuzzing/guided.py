@@ -2,14 +2,18 @@
 
 FOLDER gets the inputs that reach new code, and in ``found/`` the one that a target fails with; a
 campaign that is given the same folder again goes on from there. RUNS are inputs of each target;
-with an ``s`` behind the number they are seconds. libFuzzer, which atheris drives, ends an input
-after 10 s and a process above 2 GiB (https://github.com/google/atheris).
+with an ``s`` behind the number they are seconds of processor time, whatever else the machine does,
+and how many inputs that were is printed. libFuzzer, which atheris drives, ends an input after 10 s
+and a process above 2 GiB (https://github.com/google/atheris).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,13 +52,24 @@ def _fuzz(name: str, folder: Path, runs: str) -> None:
         target.read(raw)  # a good input is read
         (inputs / f"seed-{number}").write_bytes(raw)
 
+    timed, numbers = runs.endswith("s"), itertools.count(1)
+    until = time.process_time() + float(runs[:-1]) if timed else math.inf
+
     def one(raw: bytes) -> None:
         with suppress(CkptdError):
             target.read(raw)
+        number = next(numbers)
+        if time.process_time() >= until:
+            print(f"{name}: {number} inputs in {runs} of processor time", flush=True)
+            os._exit(0)
 
     print(f"== {name}", flush=True)
-    limit = f"-max_total_time={runs[:-1]}" if runs.endswith("s") else f"-runs={runs}"
-    told = [limit, f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={MEMORY_MB}", f"-max_len={LONGEST}"]
+    told = [
+        f"-runs={-1 if timed else runs}",
+        f"-timeout={TIMEOUT_S}",
+        f"-rss_limit_mb={MEMORY_MB}",
+        f"-max_len={LONGEST}",
+    ]
     told += [
         "-seed=1",
         "-keep_seed=1",

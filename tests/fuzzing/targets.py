@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import socket
 import struct
 import zipfile
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from ckptd import decoding
 from ckptd.base.digest import digest
 from ckptd.base.grids.runs import decode_runs
 from ckptd.base.net.address import parse_address, parse_server
-from ckptd.base.net.connection import HELLO, Codec, Connection, Hello
+from ckptd.base.net.connection import HELLO, Codec, Hello
 from ckptd.base.net.tls import TlsSession, identity
 from ckptd.base.signatures import opened, signed
 from ckptd.checkpoint.save.commit import decode_plan
@@ -38,7 +37,7 @@ from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.decoding import Decoder
 from ckptd.elastic.membership import Member, Record, decode_record
 from ckptd.elastic.policy import Shape
-from ckptd.errors import CkptdError, TransientStoreError
+from ckptd.errors import CkptdError
 from ckptd.lay.syntax.formatter import format_text
 from ckptd.lay.syntax.parser import parse
 from ckptd.monitor import ring
@@ -69,6 +68,8 @@ from ckptd.store.pack import HEADER, encode_frame, load_table, table_bytes
 from ckptd_nccl import plainpickle, ras
 from tests.checkpoint.format.test_fuzz import CASES
 from tests.checkpoint.save.saving import plan_of
+from tests.fuzzing import doors
+from tests.fuzzing.sessions import GAP, SCRATCH, asked, served
 from tests.monitor.jobs import inside
 from tests.readers.opening import reader_in
 
@@ -76,8 +77,6 @@ if TYPE_CHECKING:
     from tests.publish.deltaworld import DeltaServer
 
 _KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
-SCRATCH = Path(os.environ.get("CKPTD_FUZZ_SCRATCH", "."))
-"""Where a target that opens files by path writes its bytes."""
 
 
 class Target(NamedTuple):
@@ -267,42 +266,13 @@ def _first_of_tls() -> bytes:
     return session.to_send()
 
 
-_GAP = b"\xff\xfe"
-"""Between two bodies of frames of an input; the lengths before a body are put right."""
-
-
-def _served(serve: Callable[[Connection], object], raw: bytes) -> None:
-    """Have a server answer somebody who was let in, sends these frames, and hangs up."""
-    here, there = socket.socketpair()
-    with there:
-        wire = Connection(here, "client", 1.0)
-        wire.codec.let_in()
-        try:
-            there.setblocking(False)
-            for body in raw.split(_GAP):
-                bulk = b""
-                # No message begins so: the length of raw bytes follows, and they.
-                if body[:1] == b"\xc1" and len(body) > 1:
-                    body, bulk = body[2 + body[1] :], body[2 : 2 + body[1]]
-                there.sendall(struct.pack("<II", len(body), len(bulk)) + body + bulk)
-            there.shutdown(socket.SHUT_WR)
-            with suppress(TransientStoreError):  # the end of the connection
-                serve(wire)
-        finally:
-            wire.release()
-
-
-def _asked(*messages: msgspec.Struct) -> bytes:
-    return _GAP.join(map(msgspec.msgpack.encode, messages))
-
-
 def _store_session(raw: bytes) -> None:
     """Ask the server of a store that has one object."""
     try:
         held = MemoryStore("fuzzed")
         held.put("a", bytes(64))
         limits = Limits(idle_s=1.0, frame_s=1.0)
-        _served(lambda wire: Session(wire, held, Rules(), limits).run(), raw)
+        served(lambda wire: Session(wire, held, Rules(), limits).run(), raw)
     finally:
         forget_memory("fuzzed")
 
@@ -317,7 +287,7 @@ def _passed(raw: bytes) -> None:
     whole = _passing()
     answers = [(ReadBytes(b"d"), memoryview(bytes(9)))] * 2
     whole._pulled = [_Pulled({bytes(32): _Share(True, [bytes(32)] * 2, answers)})]
-    _served(whole._serve, raw)
+    served(whole._serve, raw)
     assert (whole._free, [s.users for s in whole._pulled[0].shares.values()]) == (_PLACES, [0])
 
 
@@ -337,7 +307,7 @@ def _publisher() -> DeltaServer:
 def _published(raw: bytes) -> None:
     """Ask a publisher that has two versions of two tensors."""
     server: publisher.PublishServer = _publisher().server
-    _served(server._serve, raw)
+    served(server._serve, raw)
     assert not server._busy
     assert not any(slot.readers for slot in server._slots.values())
 
@@ -445,14 +415,20 @@ TARGETS: dict[str, Target] = {
     "store session": Target(
         _store_session,
         [
-            _asked(store.Get("a"), store.Read("a", 3, 9), store.Stat("a"), store.List("")),
-            _asked(store.Put("b", 3, True)) + _GAP + b"\xc1\3abc" + _asked(store.ObjectPiece()),
-            _asked(store.BeginWriter("c", 3), store.CommitWriter(), store.Delete(("c",))),
-            _asked(store.Sweep("", 1.0, False), store.Children(""), store.Open("a")),
+            asked(store.Get("a"), store.Read("a", 3, 9), store.Stat("a"), store.List("")),
+            asked(store.Put("b", 3, True)) + GAP + b"\xc1\3abc" + asked(store.ObjectPiece()),
+            asked(store.BeginWriter("c", 3), store.CommitWriter(), store.Delete(("c",))),
+            asked(store.Sweep("", 1.0, False), store.Children(""), store.Open("a")),
         ],
     ),
-    "passing": Target(_passed, [_asked(*_PASSED)]),
-    "publisher": Target(_published, [_asked(*_QUESTIONS[:4]), _asked(*_QUESTIONS[4:])]),
+    "passing": Target(_passed, [asked(*_PASSED)]),
+    "publisher": Target(_published, [asked(*_QUESTIONS[:4]), asked(*_QUESTIONS[4:])]),
+    "http": Target(doors.http, doors.HTTP_SEEDS),
+    "access": Target(doors.access, doors.ACCESS_SEEDS),
+    "metrics": Target(doors.metrics, doors.METRICS_SEEDS),
+    "board": Target(doors.board, doors.BOARD_SEEDS),
+    "controller": Target(doors.controller, doors.CONTROLLER_SEEDS),
+    "node": Target(doors.node, doors.NODE_SEEDS),
     "address": Target(_addresses, [b"ckptd://host:80/a", b"[::1]:80", b"unix:/a/b"]),
     "report": Target(unpack_report, _reports()),
     "evidence": Target(unpack_evidence, [pack(EvidenceReport(job="j", source="a", number=1))]),

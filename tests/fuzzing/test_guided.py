@@ -23,7 +23,7 @@ def _fuzzed(folder: Path, runs: str, *names: str) -> str:
     found = sorted(p.name for p in (folder / "found").iterdir())
     assert not done.returncode, f"{found}\n{done.stderr[begin : begin + 4000]}"
     assert done.stdout.count("== ") == len(names or TARGETS)
-    return done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -38,5 +38,4 @@ def test_each_target_for_its_part_of_an_hour(
     name: str, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     said = _fuzzed(tmp_path, f"{AN_HOUR_S // len(TARGETS)}s", name)
-    runs = said.rpartition("number_of_executed_units: ")[2].split()[0]
-    report(f"guided fuzz {name}: {runs} inputs, none answered wrongly")
+    report(f"guided fuzz {said.splitlines()[-1]}, none answered wrongly")

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 
-from ckptd.base.runtime.ranks import Board
+import msgspec
+
+from ckptd.base.runtime.ranks import Board, posted
+from ckptd.decoding import msgpack_decoder
 
 AHEAD = 2
 """Rank 0 decides this many calls ahead, so that the others find the answer and do not wait."""
@@ -17,6 +20,7 @@ LOOK_S = 1.0
 _LONGEST_STRIDE = 100
 _PATIENCE_S = 600.0
 _KEPT = 64
+_told = msgpack_decoder(tuple[str, int])
 
 Decide = Callable[[Collection[str]], str]
 """Given what is announced and has not taken effect, returns a word, or nothing."""
@@ -71,7 +75,8 @@ class Announcements:
             word = decide([w for w, _ in self._announced.values() if w])
             look, self._unannounced = self._unannounced, self._unannounced + stride
             self._announced[look] = (word, self._unannounced)
-            self._board.set(f"{self._name}/{look}", f"{word} {self._unannounced}".encode())
+            told = msgspec.msgpack.encode((word, self._unannounced))
+            self._board.set(f"{self._name}/{look}", told)
             self._old.append(look)
         while len(self._old) > _KEPT:
             self._board.delete(f"{self._name}/{self._old.popleft()}")
@@ -80,8 +85,7 @@ class Announcements:
         if self._board.rank == 0:
             return self._announced.pop(look)
         raw = self._board.get(f"{self._name}/{look}", _PATIENCE_S)
-        word, _, following = raw.decode().partition(" ")
-        return word, int(following)
+        return posted(_told, raw)
 
 
 def _pace(step_s: float | None) -> tuple[int, int]:

@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
-from ckptd.errors import CkptdError, DeadlineError
+from ckptd.decoding import Decoder, json_decoder, msgpack_decoder
+from ckptd.errors import CkptdError, CorruptError, DeadlineError
+
+T = TypeVar("T")
 
 
 class Board(Protocol):
@@ -111,6 +113,8 @@ class LocalBoard:
             self._counts.pop(key, None)
 
 
+error_fields = json_decoder(dict[str, str | None])
+"""Decodes an error that a rank posted."""
 _errors = json_decoder(dict[int, dict[str, str | None]])
 
 _identities = msgpack_decoder(tuple[int, str, str])
@@ -127,6 +131,22 @@ _POLL_S = 0.5
 _BEAT_S = 2.0
 _GIVE_UP = b"!"
 _MOST_ERRORS = 16
+
+
+def posted(decoder: Decoder[T], raw: bytes) -> T:
+    """Return a value that a rank posted.
+
+    Raises
+    ------
+    CorruptError
+        No rank can have: where the job has no secret, any program that reaches the store can.
+    """
+    try:
+        return decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        text = "a value in the job's store was not written by a rank of this version"
+        hint = "set CKPTD_SECRET on all nodes, so that values of other programs are refused"
+        raise CorruptError(text, found=str(error), hint=hint) from error
 
 
 class RankHeartbeat:
@@ -207,7 +227,7 @@ class Peers:
             raw = self._board.peek(self._name(rank))
             if raw is None:
                 return True
-            self._tests[rank] = liveness(_identities.decode(raw))
+            self._tests[rank] = liveness(posted(_identities, raw))
         test = self._tests[rank]
         return test is None or test()
 
@@ -252,7 +272,7 @@ def wait(
         except DeadlineError:
             sign = pulse.look(rank) if pulse else None
         if sign is not None and sign.startswith(_GIVE_UP):
-            raise _error_of(rank, ANYTHING.decode(sign[1:]))
+            raise _error_of(rank, posted(error_fields, sign[1:]))
         if alive is not None and not alive() and board.peek(key) is None:
             raise CkptdError(
                 "a rank of this host ended before it came to this call",
@@ -316,7 +336,7 @@ def agree(
                 raise error from None
             raise
         board.delete(f"{key}/{board.rank}")
-    failed: dict[int, dict[str, str | None]] = _errors.decode(verdict)
+    failed: dict[int, dict[str, str | None]] = posted(_errors, verdict)
     if failed:
         raise _choose(board, error, failed)
 
@@ -347,16 +367,9 @@ def _gather(
             if lost:
                 raw = board.peek(f"{key}/{rank}") or b"null"
             else:
-                raw = wait(
-                    board,
-                    f"{key}/{rank}",
-                    rank,
-                    pulse=pulse,
-                    alive=partial(runs, rank) if runs else None,
-                    stall_s=stall_s,
-                    own=pulse,
-                )
-            report = ANYTHING.decode(raw)
+                name, alive = f"{key}/{rank}", partial(runs, rank) if runs else None
+                raw = wait(board, name, rank, pulse=pulse, alive=alive, stall_s=stall_s, own=pulse)
+            report = posted(error_fields, raw) if raw != b"null" else None
         except CkptdError as missing:
             lost, report = True, missing.to_dict()
         if report is not None:

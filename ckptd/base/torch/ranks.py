@@ -29,6 +29,8 @@ from ckptd.base.runtime.ranks import (
     Peers,
     RankHeartbeat,
     agree,
+    error_fields,
+    posted,
     wait,
 )
 from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
@@ -110,7 +112,7 @@ class Agreement:
         key = self._key(name)
         wait_s = self._timeout_s + more_s
         raw = self._answer(key, lambda: msgspec.json.encode(function()), wait_s)
-        return ANYTHING.decode(raw)
+        return posted(ANYTHING, raw)
 
     def all_reports(
         self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes], round_of: str = ""
@@ -133,11 +135,11 @@ class Agreement:
             return digest([value])
 
         def join(lists: list[bytes]) -> bytes:
-            return msgspec.msgpack.encode([v for each in lists for v in _values.decode(each)])
+            return msgspec.msgpack.encode([v for each in lists for v in posted(_values, each)])
 
         key = f"agree/{round_of}/{name}" if round_of else self._key(name)
         own = msgspec.msgpack.encode([value])
-        return self._joined(key, own, join, lambda raw: digest(_values.decode(raw)))
+        return self._joined(key, own, join, lambda raw: digest(posted(_values, raw)))
 
     def in_tree(self, name: str, value: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
         """Join the values of all ranks, and return the result on every rank.
@@ -275,14 +277,7 @@ class Agreement:
             self._note(f"{key}/all")
         own = None if error is None else _reported(error)
         try:
-            agree(
-                self.board,
-                key,
-                own,
-                pulse=pulse,
-                runs=self._peers.runs,
-                stall_s=self._timeout_s,
-            )
+            agree(self.board, key, own, pulse=pulse, runs=self._peers.runs, stall_s=self._timeout_s)
         except CkptdError:
             if error is not None and own is not error:
                 raise error from error.__cause__
@@ -366,7 +361,7 @@ class Agreement:
 def _value(raw: bytes) -> bytes:
     """Return what a rank posted, or raise what it raised."""
     if raw.startswith(b"-"):
-        raise CkptdError.from_dict(ANYTHING.decode(raw[1:]))
+        raise CkptdError.from_dict(posted(error_fields, raw[1:]))
     return raw[1:]
 
 
@@ -424,16 +419,13 @@ def host_count(agreement: Agreement) -> int:
 
 
 def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
-    own = host_id()
-
     def tabulate(ids: list[bytes]) -> bytes:
         table: dict[str, list[int]] = {}
         for rank, name in enumerate(ids):
-            table.setdefault(name.decode(), []).append(rank)
+            table.setdefault(name.decode(errors="replace"), []).append(rank)
         return msgspec.json.encode(table)
 
-    raw = agreement.all_reports("hosts", own.encode(), tabulate)
-    return _members.decode(raw)
+    return posted(_members, agreement.all_reports("hosts", host_id().encode(), tabulate))
 
 
 def bind_address() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 import ckptd
 from ckptd.base.net.handed import key_of_ranks
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
-from ckptd.base.torch.ranks import JobBoard, board_of
+from ckptd.base.runtime.announcements import Announcements
+from ckptd.base.runtime.ranks import Peers
+from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, host_count
 from ckptd.checkpoint.save.tiers import Local, Memory, Peer
-from ckptd.errors import DeadlineError, RefusedError, UsageError
+from ckptd.errors import CorruptError, DeadlineError, RefusedError, UsageError
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S
 
@@ -46,6 +49,31 @@ def test_a_value_without_the_mac_is_refused() -> None:
     store.set("job/b", true)  # what a rank said of another thing
     with pytest.raises(RefusedError):
         other.peek("b")
+
+
+ASKED: dict[str, tuple[int, Callable[[JobBoard], object]]] = {
+    "agree/1/a": (1, lambda board: Agreement(board, 1.0).on_rank_zero("a", dict)),
+    "agree/1/hosts/answer": (1, lambda board: host_count(Agreement(board, 1.0))),
+    "agree/1/hosts/1": (0, lambda board: host_count(Agreement(board, 1.0))),
+    "agree/1/errors/all": (1, lambda board: Agreement(board, 1.0).no_errors(None)),
+    "agree/1/errors/1": (0, lambda board: Agreement(board, 1.0).no_errors(None)),
+    "agree/process/0": (1, lambda board: Peers(board, "agree").runs(0)),
+    "due/1": (1, lambda board: Announcements(board).word(lambda _: "", None)),
+}
+
+
+@pytest.mark.parametrize("raw", [b"+{", b'-["m"]', b"\xff"])
+@pytest.mark.parametrize("name", ASKED)
+def test_without_a_secret_what_no_rank_writes_is_an_error_all_the_same(
+    name: str, raw: bytes
+) -> None:
+    """A stranger at the store gave a traceback of a decoder."""
+    store = HashStore()
+    rank, ask = ASKED[name]
+    board = boards(store, None, None)[rank]
+    store.set(f"job/{name}", raw)
+    with pytest.raises(CorruptError, match="not written by a rank of this version"):
+        ask(board)
 
 
 def torch_store(kind: str, folder: Path) -> Any:

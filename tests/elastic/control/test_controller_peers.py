@@ -56,7 +56,7 @@ class At(PeerConnection):
 class Made:
     """A controller that is not run, and its door."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
         self.machine = StateMachine(JOB, ControllerSettings(), (), 0.0)
         self.history = RecoveryHistory()
         log = MembershipLog(open_store(str(folder)))
