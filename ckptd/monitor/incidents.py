@@ -136,6 +136,7 @@ class WantedEvidence:
     stacks: dict[int, Stack] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
     came: dict[int, float] = field(default_factory=dict)
+    generation: int = 0
     _asked: dict[int, float] = field(default_factory=dict)
     _wanted: set[int] = field(default_factory=set)
 
@@ -176,13 +177,16 @@ class WantedEvidence:
         self.stacks.update(found.stacks)
         self.logs.update(found.logs)
 
-    def forget(self, now: float) -> None:
-        """Drop what is old."""
-        for rank in [r for r, at in self.came.items() if now - at > EVIDENCE_S]:
+    def forget(self, now: float, generation: int) -> None:
+        """Drop what is old, or of an earlier generation: other processes have its ranks now."""
+        new = generation > self.generation
+        for rank in [r for r, at in self.came.items() if new or now - at > EVIDENCE_S]:
             del self.came[rank]
             self.stacks.pop(rank, None)
             self.logs.pop(rank, None)
-        self._asked = {r: at for r, at in self._asked.items() if now - at <= ASK_AGAIN_S}
+        asked = {r: at for r, at in self._asked.items() if not new or r in self._wanted}
+        self._asked = {r: at for r, at in asked.items() if now - at <= ASK_AGAIN_S}
+        self.generation = generation
         self._wanted &= self._asked.keys()
 
 

@@ -317,7 +317,8 @@ class JobWatch:
     # --- evidence -------------------------------------------------------------------------------
 
     def _with_evidence(self, changes: Changes, job: JobView, moment: RoundFacts) -> Changes:
-        self.evidence.forget(moment.now)
+        more = self._cases.attach(self.evidence.stacks, self.evidence.logs, {}, moment.unix)
+        self.evidence.forget(moment.now, moment.generation)
         for incident in changes.opened:
             suspects = suspected_ranks(incident.verdict, job)[:8]
             self._cases.change(
@@ -326,7 +327,6 @@ class JobWatch:
                 stacks=dict(self.evidence.stacks),
                 logs=dict(self.evidence.logs),
             )
-        more = self._cases.attach(self.evidence.stacks, self.evidence.logs, {}, moment.unix)
         new = {i.id for i in changes.opened}
         updated = {i.id: i for i in (*changes.updated, *more) if i.id not in new}
         return Changes(

@@ -53,10 +53,25 @@ def test_what_was_found_is_kept_for_a_while() -> None:
     evidence = WantedEvidence()
     stacks = {5: Stack(text="a", how="py-spy")}
     evidence.take(EvidenceReport(job="j", source="s", number=0, stacks=stacks, logs={6: "x"}), 0.0)
-    evidence.forget(60.0)
+    evidence.forget(60.0, 0)
     assert (evidence.stacks, evidence.logs) == (stacks, {6: "x"})
-    evidence.forget(500.0)
+    evidence.forget(500.0, 0)
     assert (evidence.stacks, evidence.logs) == ({}, {})
+
+
+def test_of_the_next_generation_a_rank_is_another_process() -> None:
+    evidence = WantedEvidence()
+    evidence.want([verdict(VerdictKind.HANG, 5)], JOB, 0.0)
+    assert 5 in evidence.orders(range(16))
+    stacks = {5: Stack(text="of the first process", how="py-spy")}
+    evidence.take(EvidenceReport(job="j", source="s", number=0, stacks=stacks), 1.0)
+    evidence.forget(2.0, 1)
+    assert evidence.stacks == {}
+    evidence.want([verdict(VerdictKind.HANG, 5)], JOB, 3.0)
+    assert 5 in evidence.orders(range(16))
+    evidence.take(EvidenceReport(job="j", source="s", number=1, stacks=stacks), 4.0)
+    evidence.forget(5.0, 1)
+    assert evidence.stacks == stacks
 
 
 def test_a_verdict_without_ranks_suspects_those_inside_its_groups() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.job import Phase, RankView
-from ckptd.monitor.report import RankNote
+from ckptd.monitor.report import EvidenceReport, RankNote, Stack
 from ckptd.monitor.ring import RecorderState
 from ckptd_simulated.job import Mesh, play, views
 from tests.monitor.jobs import changed, inside, outside
-from tests.monitor.watched import PERIOD, Fed, told
+from tests.monitor.watched import JOB, PERIOD, Fed, told
 
 MESH = Mesh(2, 2, 4)
 
@@ -151,3 +151,20 @@ def test_a_pause_in_a_debugger_is_told_once(state: str) -> None:
         fed.show([inside(r, 5, seq, age=0.1, size=4) for r in range(4)])
     assert len(fed.opened) == 1
     assert [i.state for i in fed.watch.incidents] == ["closed"]
+
+
+def test_a_hang_after_a_restart_has_the_stacks_of_its_own_processes() -> None:
+    fed = Fed()
+    for life in range(2):
+        fed.notes = {r: RankNote(generation=life, lived=10.0) for r in range(4)}
+        fed.settle([inside(r, 5, 9, age=0.1, size=4) for r in range(4)])
+        for age in np.arange(0.5, 35.0, 0.5).tolist():
+            others = [inside(r, 5, 9, age=age, size=4) for r in range(3)]
+            fed.show([*others, outside(3, 5, 8, idle=age, size=4)])
+        assert fed.watch.orders("n1-a", fed.now).stacks == (3,)
+        stacks = {3: Stack(text=f"of life {life}")}
+        found = EvidenceReport(job=JOB, source="n1-a", number=life, stacks=stacks)
+        fed.watch.take_found(found, fed.now)
+        fed.show([*others, outside(3, 5, 8, idle=40.0, size=4)])
+    assert told(fed.opened) == [("non-communication hang", ("3",))] * 2
+    assert [i.stacks[3].text for i in fed.watch.incidents] == ["of life 0", "of life 1"]

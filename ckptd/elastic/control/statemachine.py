@@ -223,7 +223,8 @@ class StateMachine:
 
         For a controller that has just begun all nodes count as heard: they are on their way to it.
         So do launchers that are being replaced. Without that, a single node that is cut off takes
-        the place of a controller whose launchers all restart.
+        the place of a controller whose launchers all restart. A node whose connection broke is not
+        heard: where only one way of a network is cut, its last words came a moment before.
         """
         # Not by the members: a generation that is being decided has left some of them out already.
         known = [node for node in self.nodes if node.up or now - node.seen < _LIVED_S]
@@ -232,7 +233,8 @@ class StateMachine:
             return knows, knows
         replaced = now < self._relaunch_until
         heard = sum(
-            now - node.seen < within_s or (replaced and node.asked == node.life) for node in known
+            (node.up and now - node.seen < within_s) or (replaced and node.asked == node.life)
+            for node in known
         )
         return heard, len(known)
 
@@ -317,7 +319,7 @@ class StateMachine:
         node.up, node.running, self._changed = False, 0, True
         node.fenced = max(node.fenced, self.generation)
         if self._is_member(event.node):
-            self._acquit(event.node, now)
+            self._acquit(event.node, now, f"{event.node} is gone")
             if self.state in _ACTIVE:
                 self._fault(event.node, f"{event.node} is gone", now)
 
@@ -330,17 +332,18 @@ class StateMachine:
         """Give a node up, whose workers may run on."""
         node.up, self._changed = False, True
         if self._is_member(node.name):
-            self._acquit(node.name, now)
+            self._acquit(node.name, now, reason)
             if self.state in _ACTIVE:
                 self._fault(node.name, reason, now, self._silence(node, now))
 
-    def _acquit(self, culprit: str, now: float) -> None:
+    def _acquit(self, culprit: str, now: float, why: str = "") -> None:
         """Blame a node that is gone for what failed elsewhere just before that was heard."""
         if self._accused is not None and self._accused[1] != culprit:
             self._accused = None
             self._early.clear()  # what its loss explains, no program has said
             if self.state not in _ACTIVE:
                 self._blame(culprit, now)
+                self.reason = f"{why}; {self.reason}" if why else self.reason
 
     def _notice(self, event: Notice, now: float) -> None:
         node = self.nodes[event.node]
@@ -635,11 +638,12 @@ class StateMachine:
             self._fault("", text, now, known=False)
         else:
             self._gathering = True
-            self.ladder.submitted()
-            for name in self._out_before:
-                self.nodes[name].out_until = -math.inf  # those orders were the last run's
             self._then = State.PLAN
-            if not any(n.running or n.fenced for n in here):  # all launchers are new
+            # Members that are not heard prove nothing: others ran, or fenced, before.
+            if not any(n.running or n.fenced for n in self.nodes):  # all launchers are new
+                self.ladder.submitted()
+                for name in self._out_before:
+                    self.nodes[name].out_until = -math.inf  # those orders were the last run's
                 text = "the job was started again" + (f", without {names}" if absent else "")
             self._fence(text, now)
             self.level = 1  # the launchers are new already
@@ -934,6 +938,9 @@ class StateMachine:
         return any(n.usable(now) and n.slots == 0 for n in self.nodes)
 
     def _begin(self, choice: Choice, now: float) -> None:
+        # Of those that a stand-in never heard no connection broke.
+        if absent := [name for name in sorted(self.members) if not self.nodes[name].up]:
+            self._acquit(absent[0], now, f"no heartbeat from {', '.join(absent)}")
         self.generation += 1
         self.record = Record(
             generation=self.generation,

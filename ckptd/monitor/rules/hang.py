@@ -180,6 +180,7 @@ def hangs(
     """
     if not len(job.ranks):
         return
+    stopped = np.zeros(len(job.ranks), bool) if stopped is None else stopped
     if not len(job.groups):
         yield from _held_up_unseen(job, limits, gone, stopped)
         return
@@ -188,14 +189,14 @@ def hangs(
     awaited = _awaited_in(job, wait, going)
     outside = learned.limit(job, limits, in_call=False, started=awaited)
     within = learned.limit(job, limits, in_call=True, started=going)
-    if stopped is not None and stopped.any():
+    if stopped.any():
         missed = stopped & held_up(job, wait, limits.stopped_s)
         outside = np.where(missed, np.minimum(outside, limits.stopped_s), outside)
         # One may be stopped in a call that has let the others go: they wait in the next.
         halted = _beside(job, wait, stopped) | (missed & wait.complete)
         within = np.where(halted, np.minimum(within, limits.stopped_s), within)
     found = [
-        *_roots(job, wait, gone, outside),
+        *_roots(job, wait, gone, outside, stopped),
         *_circles(job, wait, within),
         *_complete(job, wait, within, learned.knows(job)),
     ]
@@ -211,10 +212,17 @@ def hangs(
 # --- outside communication ----------------------------------------------------------------------
 
 
-def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict]:
+def _roots(
+    job: JobView, wait: Waits, gone: Array, limit: Array, stopped: Array
+) -> Iterator[Verdict]:
     idle = job.ranks["idle"]
     late = wait.root & ~gone & (idle > limit)
-    rows = np.flatnonzero(late & _held(job, wait, late, limit))
+    late &= _held(job, wait, late, limit)
+    # A rank that sleeps in no call may wait for a stopped one where nothing is recorded: for a key
+    # of the job store, which is a thread of that process.
+    halted = stopped & job.ranks["alive"] & ~gone
+    asleep = late & (job.ranks["state"] == _ASLEEP) & halted.any()
+    rows = np.flatnonzero(late & ~asleep | halted & asleep.any())
     if not len(rows):
         return
     rows = rows[np.argsort(-idle[rows], kind="stable")]
@@ -227,9 +235,13 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
     ]
     if unseen:
         evidence.append(f"{unseen} of them may still be in their last call: {_UNSEEN}")
+    if asleep.any():
+        names = job.ranks["rank"][asleep][:MOST_NAMED].tolist()
+        evidence.append(f"asleep in no call, as if they waited for one that is stopped: {names}")
+    sure = 0.5 if unseen else 0.7 if asleep.any() else 0.95
     yield Verdict(
         kind=VerdictKind.HANG,
-        suspects=rank_suspects(job, rows[:MOST_NAMED], 0.5 if unseen else 0.95, details),
+        suspects=rank_suspects(job, rows[:MOST_NAMED], sure, details),
         evidence=tuple(evidence),
         rules_out=()
         if unseen
@@ -254,8 +266,8 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
 
 _RUNS = ("Python runs", "the GIL is held", "nothing is known")
 """Of these it is the program that stands still, as far as anybody knows, and not the process."""
-_BUSY = b"R"
-"""State of a process that does something; see `ckptd.monitor.agent.processes`."""
+_BUSY, _ASLEEP = b"R", b"S"
+"""States of a process that does something, and of one that waits, for whatever it is."""
 
 
 def _held(job: JobView, wait: Waits, late: Array, limit: Array) -> Array:
@@ -626,14 +638,14 @@ def _stuck(
 
 
 def _held_up_unseen(
-    job: JobView, limits: HangLimits, gone: Array, stopped: Array | None
+    job: JobView, limits: HangLimits, gone: Array, stopped: Array
 ) -> Iterator[Verdict]:
     """Yield ranks that are stopped while no other moves or does anything, and none is in a call.
 
     Ranks also wait where nothing is recorded: for a key of the job store, in a library's own
     sockets.
     """
-    if stopped is None or not stopped.any():
+    if not stopped.any():
         return
     ranks = job.ranks
     others = ranks["alive"] & ~_frozen(job)

@@ -92,6 +92,28 @@ def test_a_job_that_is_started_anew_has_all_its_nodes(driver: Driver) -> None:
     assert one(out, Start).record.nodes == {"a", "b", "c"}
 
 
+def test_launchers_that_were_there_before_are_no_new_run(driver: Driver) -> None:
+    """The last generation is of one node, which is cut off with the controller that began it."""
+    driver.hear(Order(kind=OrderKind.EXCLUDE, nodes=("c",)))
+    driver.hear(Saved(generation=1, step=1))
+    driver.all_fenced("a", "b", "c")
+    for name in "bc":
+        driver.hear(NodeLost(node=name))
+    restart(driver, "a")
+    record = driver.machine.record
+    assert record is not None
+    assert record.nodes == {"a"}
+    again = Driver("bcd", records=[record], settle_s=1.0, gather_s=1.0, lease_s=1.0)
+    again.fenced = dict.fromkeys("bcd", 2)
+    again.pass_time(5, "b", "c", "d")
+    again.all_fenced("b", "c", "d")
+    again.hear(Reseated(generation=again.machine.generation))
+    again.pass_time(5, "b", "c", "d")
+    assert again.machine.record is not None
+    assert again.machine.record.nodes == {"b", "d"}
+    assert again.machine.record.reason == "no heartbeat since the controller's restart from a"
+
+
 def test_steps_that_were_lost_are_told(driver: Driver) -> None:
     driver.hear(Progress(generation=1, step=40))
     driver.hear(Ended(node="b", generation=1, code=-9))
@@ -201,6 +223,17 @@ def test_the_seat_is_taken_again_after_a_node_was_heard_of_once_more() -> None:
     assert none(d.pass_time(40, "d"), Start)
     d.hear(Reseated(generation=again.generation))
     assert one(d.pass_time(31, "d"), Start).record.nodes == {"d"}
+
+
+def test_a_node_whose_connection_broke_is_not_heard_though_it_spoke_a_moment_before() -> None:
+    """A controller that hears three nodes, which do not hear it: they end their connections."""
+    d = Driver("abcd")
+    d.up("a", "b", "c", "d")
+    d.pass_time(10, "a", "b", "c", "d")
+    assert d.machine.hears(d.now, 2.0) == (4, 4)
+    for name in "bcd":
+        d.hear(NodeLost(node=name))
+    assert d.machine.hears(d.now, 2.0) == (1, 4)
 
 
 def test_who_wakes_up_with_old_workers_is_fenced(driver: Driver) -> None:
@@ -344,6 +377,31 @@ def test_a_worker_that_fails_because_another_node_is_lost_is_no_fault_of_its_nod
     assert record.nodes == {"a", "c", "d"}
     assert not d.machine.nodes["a"].faults
     assert d.machine.nodes["b"].faults
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_the_node_that_is_lost_is_told_before_the_worker_that_failed_because_of_it(
+    stand_in: bool,
+) -> None:
+    """A stand-in has never heard the node that was lost with the controller before it."""
+    d = Driver("abcd", gather_s=1.0, patience_s=1.0, flaps=1)
+    d.up("a", "b", "c")
+    if stand_in:
+        assert d.machine.record is not None
+        running, record = d.running, d.machine.record
+        d = Driver("abcd", records=[record], gather_s=1.0, patience_s=1.0, flaps=1)
+        d.running = running
+        d.up("a", "b")
+    d.hear(Ended(node="a", generation=1, code=1))
+    if not stand_in:
+        d.hear(NodeLost(node="c"))
+    d.all_fenced("a", "b")
+    d.pass_time(5, "a", "b")
+    assert d.machine.record is not None
+    assert d.machine.record.nodes == {"a", "b"}
+    lost = "no heartbeat from c" if stand_in else "the connection to c broke"
+    assert d.machine.record.reason.startswith(f"{lost}; a worker on a ended with 1")
+    assert not d.machine.nodes["a"].faults
 
 
 def test_a_worker_that_fails_by_itself_costs_its_node_a_fault_a_little_later() -> None:

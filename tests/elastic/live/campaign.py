@@ -125,7 +125,11 @@ def _schedule(job: LiveJob, seed: int) -> Result:
     def followed() -> bool:
         return job.mode != SOAK or job.taken() >= healed
 
-    done = job.until(lambda: (trained() and followed()) or job.over(), _HEAL_S)
+    for _ in range(12):
+        done = job.until(lambda: (trained() and followed()) or job.over(), _HEAL_S / 12)
+        if done:
+            break
+        job.take_back()
     causes = _told(job)[len(told) :]
     culprit = _culprit(job.faults) if alone else ""
     wrong = [] if done else [f"all nodes train: {trained()}, the worker follows: {followed()}"]
@@ -171,7 +175,8 @@ def misread(faults: Sequence[str], causes: Sequence[str]) -> list[str]:
         after = next((kinds for sign, kinds in _SIGNS.items() if sign in cause), ())
         mine = [fault for fault in faults if fault.partition(": ")[2].startswith(after)]
         hurt = {word for fault in mine for word in fault.split()}
-        told = re.sub(r"n\d: .*; (?=no heartbeat)|: rank .*", "", cause)
+        # Of what followed from the loss of a node, and is told with it, others are the nodes.
+        told = re.sub(r"n\d: .*; (?=no heartbeat)|: rank .*|(?s:; a worker on .*)", "", cause)
         named = set(re.findall(r"\bn\d\b", told))
         anywhere = any(fault.endswith(("full disk", "kill zygote")) for fault in mine)
         if not after or not mine or not (anywhere or named <= hurt):

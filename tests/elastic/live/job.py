@@ -337,6 +337,13 @@ class LiveJob:
             self.until(lambda: self.order(OrderKind.ADD, *self.names) or self.over(), 30.0)
             self.until(lambda: self.order(OrderKind.RESUME) or self.over(), 30.0)
 
+    def take_back(self) -> None:
+        """Order nodes back that rest: a daemon may have told a fault when it was healed already."""
+        with open_store(self.log_url) as store:
+            resting = MembershipLog(store).read()[-1].resting
+        if resting:
+            self.order(OrderKind.ADD, *(name for name, _ in resting))
+
     def back(self, name: str) -> None:
         """Start a node again that is gone."""
         if self.nodes.processes[name].poll() is not None and not self.over():

@@ -27,6 +27,7 @@ def test_a_cause_that_no_fault_explains_is_found() -> None:
     faults = ["1.0 s: cut node n3 for 4.0 s", "2.0 s: full disk", "2.5 s: stop worker n0"]
     right = [
         "no heartbeat from n3",
+        "no heartbeat from n3; a worker on n1 ended with 1: rank 2: ended\nn2: before it came",
         "n1: RuntimeError('closed by [10.77.0.4]: see there'); no heartbeat from n3",
         "n2: StoreError('no space left')",
         "j-1: non-communication hang of rank 2 on n0",

@@ -98,3 +98,28 @@ def test_one_that_is_stopped_while_no_other_moves_though_no_call_shows_that_it_w
 @pytest.mark.parametrize("states", ["SRTS", "TTTT", "SSSS"])
 def test_while_another_does_something_or_all_are_stopped_nothing_is_said(states: str) -> None:
     assert _told(_without_calls(*states)) == []
+
+
+def _pipeline(states: str) -> list[RankView]:
+    """Ranks 2 and 3 each wait for the one before, in a group of two; 0 and 1 are in no call."""
+    pairs = [{n: (2, 4, 4) for n in (r, r + 1) if 1 <= n <= 3} for r in range(4)]
+    free = [jobs.view(r, groups=jobs.groups(pairs[r]), moved=jobs.NOW) for r in (0, 1)]
+    waits = [
+        jobs.inside(r, r, 5, 0.0, 4, groups=jobs.groups(pairs[r] | {r: (2, 5, 4)})) for r in (2, 3)
+    ]
+    seen = zip([*free, *waits], states, strict=True)
+    return [jobs.changed(view, process_state=state, node="n0") for view, state in seen]
+
+
+@pytest.mark.parametrize(
+    ("states", "named"), [("TSSS", "0"), ("SSSS", "1"), ("TRSS", "1"), ("STSS", "1")]
+)
+def test_who_sleeps_in_no_call_is_not_named_beside_one_that_is_stopped(
+    states: str, named: str
+) -> None:
+    """Rank 1 waits for a key of the job store, which is a thread of rank 0."""
+    fed = Fed()
+    fed.settle(_pipeline("SSSS"))
+    for age in (0.25 * np.arange(1, 160)).tolist():
+        fed.show([jobs.changed(v, at=v.at + age, heartbeat=v.at + age) for v in _pipeline(states)])
+    assert told(fed.opened) == [("non-communication hang", (named,))]
