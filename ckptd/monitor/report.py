@@ -424,7 +424,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         Why none came back.
     shows
         ``link``: `seconds` are of the link. ``node``: the node answers, and no probe went to it, as
-        it is busy, did not greet, or nothing listens there. ``nothing``: no probe could be sent.
+        it is busy, did not greet, or nothing listens there; or one did, and an end had no CPU for
+        most of the time. ``nothing``: no probe could be sent.
     """
 
     nonce: _Count

@@ -551,6 +551,12 @@ class NodeLauncher:
             if message.device:
                 self._device_failed(worker, message.unfit, self._has_stepped(worker))
             self._not_again(worker, message.unfit)
+            if message.generation < worker.generation == self._node.running:
+                # It had said that it was out, and has a seat since: nobody will take that now.
+                text = f"rank {worker.seat.rank} cannot go on: {message.unfit}"
+                self._link.tell(
+                    Broken(node=self._s.node, generation=worker.generation, reason=text)
+                )
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
         elif message.generation == worker.generation == self._node.running:

@@ -11,6 +11,7 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, Self
 
 import msgspec
@@ -35,9 +36,12 @@ _IDLE_S = 10.0
 _SMALL = 20
 _LARGE = 5
 _ENOUGH_S = 0.1
+_STARVED_S = 1.0
 _AT_ONCE = 8
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 _Shows = Literal["link", "node", "nothing"]
+_Measured = tuple[float, bool]
+"""Seconds, and whether they are of the link."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -59,7 +63,9 @@ class _Give(_Message, frozen=True, tag="give"):
 
 
 class _Pong(_Message, frozen=True, tag="pong"):
-    """The answer; bytes may follow."""
+    """The answer; bytes may follow. `waited_s` is `_waited_s` of who answers, for this answer."""
+
+    waited_s: float = 0.0
 
 
 _ASKED = msgpack_decoder(_Ping | _Take | _Give)
@@ -101,13 +107,14 @@ class Answerer:
             self._answer(wire)
 
     def _answer(self, wire: Connection) -> None:
+        began = _waited_s()
         asked, bulk = wire.receive(_ASKED, _IDLE_S, most_bulk=MOST_PROBE_BYTES)
         wire.permit(asked, _PURPOSE)
         if isinstance(asked, _Give) and 0 <= asked.size <= MOST_PROBE_BYTES:
-            wire.send(_Pong(), memoryview(bytes(asked.size)))
+            wire.send(_Pong(_waited_s() - began), memoryview(bytes(asked.size)))
             return
         _drop(wire, bulk)
-        wire.send(_Pong())
+        wire.send(_Pong(_waited_s() - began))
 
     def close(self) -> None:
         """Stop answering."""
@@ -151,7 +158,7 @@ def probe_pair(
 
 
 def _probed(
-    address: tuple[str, int], secret: bytes, *measures: Callable[[Connection], float]
+    address: tuple[str, int], secret: bytes, *measures: Callable[[Connection], _Measured]
 ) -> tuple[list[float], str, _Shows]:
     """Return the seconds of each measure at another's `Answerer`; all infinite with an error.
 
@@ -170,23 +177,24 @@ def _probed(
     try:
         greet_server(wire, secret, _PURPOSE, role="agent", wait_s=_GREETING_S)
         shows = "link"
-        return [measure(wire) for measure in measures], "", shows
+        found = [measure(wire) for measure in measures]
+        return [taken for taken, _ in found], "", "link" if all(c for _, c in found) else "node"
     except CkptdError as error:
         return failed, _in_a_line(error), shows
     finally:
         wire.release()
 
 
-def _small(wire: Connection) -> float:
+def _small(wire: Connection) -> _Measured:
     return _least(lambda: _round_trip(wire, _Ping()), _SMALL)
 
 
-def _out(size: int) -> Callable[[Connection], float]:
+def _out(size: int) -> Callable[[Connection], _Measured]:
     data = memoryview(bytes(size))
     return lambda wire: _least(lambda: _round_trip(wire, _Take(), data), _LARGE)
 
 
-def _back(size: int) -> Callable[[Connection], float]:
+def _back(size: int) -> Callable[[Connection], _Measured]:
     return lambda wire: _least(lambda: _round_trip(wire, _Give(size)), _LARGE)
 
 
@@ -196,23 +204,41 @@ def _in_a_line(error: CkptdError) -> str:
     return f"{error.message}: {found}"[:300] if found else error.message[:300]
 
 
-def _least(measure: Callable[[], float], most: int) -> float:
-    """Return the least of some measurements; fewer of them where one takes long."""
-    best, spent = float("inf"), 0.0
-    for _ in range(most):
-        taken = measure()
-        best, spent = min(best, taken), spent + taken
-        if spent > _ENOUGH_S:
+def _least(measure: Callable[[], tuple[float, float]], most: int) -> _Measured:
+    """Return the least of some measurements; fewer of them where one takes long.
+
+    What an end waited for a CPU is taken off, but no more than half: of both ends' waits nobody
+    knows how much came at the same time. Where it was more, it is measured again; and if it always
+    was, it shows how busy the nodes are, and nothing of the link.
+    """
+    best, spent, calm = float("inf"), 0.0, 0
+    for _ in range(4 * most):
+        taken, waited = measure()
+        best, spent = min(best, taken - min(waited, taken / 2)), spent + taken
+        calm += waited < taken / 2
+        if calm == most or spent > (_ENOUGH_S if calm else _STARVED_S):
             break
-    return best
+    return best, calm > 0
 
 
-def _round_trip(wire: Connection, message: _Message, data: memoryview | None = None) -> float:
-    started = time.perf_counter()
+def _round_trip(
+    wire: Connection, message: _Message, data: memoryview | None = None
+) -> tuple[float, float]:
+    """Return the seconds of an exchange, and how long the end that waited longer was not run."""
+    started, began = time.perf_counter(), _waited_s()
     wire.send(message, data)
-    _, bulk = wire.receive(_ANSWER, _PROBE_S, most_bulk=MOST_PROBE_BYTES)
+    answer, bulk = wire.receive(_ANSWER, _PROBE_S, most_bulk=MOST_PROBE_BYTES)
     _drop(wire, bulk)
-    return time.perf_counter() - started
+    waited = max(_waited_s() - began, answer.waited_s)
+    return time.perf_counter() - started, waited
+
+
+def _waited_s() -> float:
+    """Return for how long this thread has waited for a CPU so far; 0 where the kernel is silent."""
+    with suppress(OSError, ValueError, IndexError):
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) * 1e-9
+    return 0.0
 
 
 # --- probes of a running job ----------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ckptd.elastic.launchers.workers import Worker
 from ckptd.elastic.messages import (
     Attach,
     Begin,
+    Broken,
     Ended,
     Envelope,
     FenceNow,
@@ -188,18 +189,42 @@ def test_who_has_left_a_generation_and_cannot_be_told_to_go_on_is_killed(tmp_pat
         one.until(lambda: "generation 3" in one.said[-1])
 
 
+def _with_sessions(one: Alone, stack: ExitStack) -> tuple[Worker, Worker]:
+    """Begin generation 1 with two workers that hold sessions, and fence it."""
+    workers = one.started()
+    for worker in workers:
+        ours, _ = (stack.enter_context(sock) for sock in socket.socketpair())
+        channel = SocketChannel(ours, FromWorker)
+        stack.callback(channel.close)
+        worker.end = WorkerEnd(channel, worker.pid, Attach(worker.pid, 0, 1))
+        worker.session = True
+    # A fork leads a session a moment after it is there.
+    one.until(lambda: all(os.getsid(worker.pid) == worker.pid for worker in workers))
+    one.launcher._ordered(FenceNow(2, level=0))
+    return workers[0], workers[1]
+
+
+def test_a_process_that_gives_up_after_it_was_seated_breaks_its_generation(tmp_path: Path) -> None:
+    """It had left the generation before, and could not let go of what that one held."""
+    with alone(tmp_path) as one, ExitStack() as stack:
+        workers = _with_sessions(one, stack)
+        for worker in workers:
+            assert worker.end is not None
+            one.launcher._handle(worker.end, Out(1))
+        one.begin(generation=3, level=0)
+        one.until(lambda: {w.generation for w in workers} == {3})
+        end = workers[1].end
+        assert end is not None
+        one.launcher._handle(end, Out(1, "a process group cannot be destroyed"))
+        said = [each.event for each in one.link._kept.values() if isinstance(each, Envelope)]
+        (broken,) = (event for event in said if isinstance(event, Broken))
+        assert broken.generation == 3
+        assert broken.reason == "rank 1 cannot go on: a process group cannot be destroyed"
+
+
 def test_who_can_go_on_in_no_generation_is_killed_and_not_seated_again(tmp_path: Path) -> None:
     with alone(tmp_path) as one, ExitStack() as stack:
-        well, unfit = one.started()
-        for worker in (well, unfit):
-            ours, _ = (stack.enter_context(sock) for sock in socket.socketpair())
-            channel = SocketChannel(ours, FromWorker)
-            stack.callback(channel.close)
-            worker.end = WorkerEnd(channel, worker.pid, Attach(worker.pid, 0, 1))
-            worker.session = True
-        # A fork leads a session a moment after it is there.
-        one.until(lambda: all(os.getsid(worker.pid) == worker.pid for worker in (well, unfit)))
-        one.launcher._ordered(FenceNow(2, level=0))
+        well, unfit = _with_sessions(one, stack)
         assert unfit.end is not None
         assert well.end is not None
         one.launcher._handle(well.end, Out(1))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
+import subprocess
+import sys
+import threading
 import time
 from contextlib import ExitStack
 
@@ -11,6 +15,7 @@ import pytest
 
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.errors import StoreError
+from ckptd.monitor.agent import probes
 from ckptd.monitor.agent.probes import listen_for_probes, measure, shown_address
 from ckptd.monitor.report import LinkProbe
 
@@ -26,6 +31,61 @@ def test_a_link_is_measured() -> None:
         result = measure(probe(shown_address(answerer)), SECRET)
     assert (result.nonce, result.src, result.dst, result.error) == (9, "a", "b", "")
     assert 0 < result.seconds < math.inf
+
+
+def test_where_an_end_waited_for_most_of_the_time_it_is_measured_again() -> None:
+    spans = [(0.02, 0.019), (0.02, 0.011), (0.001, 0.0), (0.002, 0.0015), (0.004, 0.001)]
+    told = iter([*spans, (0.002, 0.0), (0.0001, 0.0)])
+    assert probes._least(lambda: next(told), 3) == (0.001, True)
+    assert next(told) == (0.0001, 0.0)
+    slow = iter([(0.9, 0.1), (0.0001, 0.0)])
+    assert probes._least(lambda: next(slow), 3) == pytest.approx((0.8, True))
+    assert probes._least(lambda: (0.02, 0.019), 3) == (0.01, False)
+
+
+def test_a_node_that_is_too_busy_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_waited_s", time.perf_counter)  # for all of the time
+    with listen_for_probes(SECRET) as answerer:
+        result = measure(probe(shown_address(answerer)), SECRET)
+    assert (result.error, result.shows) == ("", "node")
+    assert result.seconds < math.inf
+
+
+@pytest.mark.parametrize("who", [{"asks"}, {"answers"}, {"asks", "answers"}])
+def test_what_an_end_waited_for_a_cpu_is_not_the_links(
+    who: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that moves when bytes are read: by 5 s at either end, of which `who` waited 4."""
+    asks, passed, waited = threading.current_thread(), [0.0], {"asks": 0.0, "answers": 0.0}
+
+    def here() -> str:
+        return "asks" if threading.current_thread() is asks else "answers"
+
+    def drop(wire: Connection, count: int) -> None:
+        dropped(wire, count)
+        passed[0] += 5.0
+        waited[here()] += 4.0 * (here() in who)
+
+    dropped = probes._drop
+    monkeypatch.setattr(probes, "_drop", drop)
+    monkeypatch.setattr(probes, "_waited_s", lambda: waited[here()])
+    monkeypatch.setattr(probes.time, "perf_counter", lambda: passed[0])
+    with listen_for_probes(SECRET) as answerer:
+        assert measure(probe(shown_address(answerer)), SECRET).seconds == 6.0
+
+
+def test_a_thread_that_shares_a_cpu_knows_that_it_waited() -> None:
+    mine = os.sched_getaffinity(0)
+    spin = f"import os\nos.sched_setaffinity(0, {{{min(mine)}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin]) as other:
+        try:
+            os.sched_setaffinity(0, {min(mine)})
+            began, end = probes._waited_s(), time.monotonic() + 60
+            while probes._waited_s() - began < 0.05:
+                assert time.monotonic() < end
+        finally:
+            os.sched_setaffinity(0, mine)
+            other.kill()
 
 
 def test_another_secret_is_refused() -> None:
