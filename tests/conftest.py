@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import gc
 import os
 import shutil
@@ -14,8 +13,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -33,10 +31,20 @@ from tests.readers.opening import SAMPLES, unpack
 from tests.selection import is_fast, starts_processes
 from tests.writing import VARIABLE
 
-_NEW = "TESTS_IN_NEW_CHECKOUT"
-"""Is there for workers of a run that finds no compiled module of tests."""
 _KEYED = (3, 14)
 """From this Python on a fork server asks for a key, which `programs.workers` does not pass on."""
+
+# The short suite draws the same examples each time, so that CI fails for the change and not for
+# the dice. Campaigns draw new ones, 40 times as many, and print what reproduces a failure. A test's
+# own settings take all else of the profile that is loaded when its module is imported.
+hypothesis.settings.register_profile(
+    "short", deadline=None, derandomize=True, database=None, max_examples=50
+)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.register_profile(
+    "fast", hypothesis.settings.get_profile("short"), max_examples=15
+)
+hypothesis.settings.load_profile("short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,15 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # the tests start and interrupt.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The short suite draws the same examples each time, so that CI fails for the change and not
-    # for the dice. Campaigns draw new ones, 40 times as many, and print what reproduces a failure.
-    hypothesis.settings.register_profile(
-        "short", deadline=None, derandomize=True, database=None, max_examples=50
-    )
-    hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
-    hypothesis.settings.register_profile(
-        "fast", hypothesis.settings.get_profile("short"), max_examples=15
-    )
     profiles = [name for name in ("long", "fast") if config.getoption(f"--{name}")]
     hypothesis.settings.load_profile(profiles[0] if profiles else "short")
 
@@ -86,10 +85,10 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
     forks = sys.version_info < _KEYED and config.getoption("tx", None) and not config.option.fast
     if not (forks and leftovers.leads(config)):
         return (yield)
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and not config.option.long:
+        RANK_IMPORTS.append("tests.modules")
     offspring.set_wanted("all", makers={"all": programs.workers})
-    written = any(Path(__file__).parent.glob("__pycache__/test_*.pyc"))
-    if not written and not sys.dont_write_bytecode:
-        os.environ[_NEW] = "yes"
     try:
         return (yield)
     finally:
@@ -134,33 +133,11 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Make tests and their modules, which stay to the end, the business of no collection."""
     gc.disable()
     try:
-        # There the first worker's compiled modules and constants spare the others half.
-        new = os.environ.pop(_NEW, "") and not leftovers.leads(session.config)
-        with _one_first() if new else nullcontext():
-            return (yield)
+        return (yield)
     finally:
         spare()
         gc.enable()
         gc.set_threshold(50_000, 20, 50)  # tests make many short-lived objects and few circles
-
-
-@contextmanager
-def _one_first() -> Iterator[None]:
-    """Let one worker of the run go through alone, and then all others together."""
-    folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
-
-    def locked(how: int) -> bool:
-        with suppress(BlockingIOError):
-            fcntl.flock(folder, how | fcntl.LOCK_NB)
-            return True
-        return False
-
-    try:
-        if not locked(fcntl.LOCK_EX):
-            until(partial(locked, fcntl.LOCK_SH), "the first worker has collected")
-        yield
-    finally:
-        os.close(folder)
 
 
 class _ByFile(LoadGroupScheduling):

@@ -261,7 +261,10 @@ def serve(sock: socket.socket, play: Play) -> None:
     """Fork what is ordered until the process that orders has ended."""
     signal.pthread_sigmask(signal.SIG_SETMASK, _KNOWN)  # of a fork, until it has its own
     while True:
-        raw, fds, _, _ = socket.recv_fds(sock, _MOST_BYTES, _MOST_FDS)
+        try:
+            raw, fds, _, _ = socket.recv_fds(sock, _MOST_BYTES, _MOST_FDS)
+        except ConnectionResetError:  # it was killed while it waited for an answer
+            raw = b""
         if not raw:
             os._exit(0)
         read, write = os.pipe()

@@ -205,10 +205,11 @@ def _live_with_zygote(words: Sequence[str], env: Mapping[str, str], cwd: str) ->
                 os.dup2(2, 1)  # nobody else holds the pipes to the one that has started the worker
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 forkserver.main(listener.detach(), alive, [])
+            except SystemExit:  # when the worker has ended
+                os._exit(0)
             except BaseException:  # noqa: BLE001 - nothing else of this process may run
                 traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
+            os._exit(1)
     os.close(alive)
     known._forkserver_address, known._forkserver_alive_fd = address, ours
     known._forkserver_pid = pid

@@ -38,11 +38,18 @@ from ckptd.testing.ranks import run_ranks
 from ckptd.types import Box
 from tests.processes import PATIENCE_S
 
+KERNEL = Pages.of_this_process() is not None
+"""Whether this machine's kernel has an eye."""
+
 
 def eyes() -> list[Pages | None]:
-    """Return the kernel's eye, where there is one, and none."""
-    pages = Pages.of_this_process()
-    return [None] if pages is None else [pages, None]
+    """Return the kernel's eye on this process, where there is one, and none."""
+    return [Pages.of_this_process(), None] if KERNEL else [None]
+
+
+@pytest.fixture(params=["kernel", "blind"] if KERNEL else ["blind"])
+def pages(request: pytest.FixtureRequest) -> Pages | None:
+    return eyes()[-1 if request.param == "blind" else 0]
 
 
 def watch(tensors: dict[str, torch.Tensor], pages: Pages | None) -> SpanWatch:
@@ -50,7 +57,6 @@ def watch(tensors: dict[str, torch.Tensor], pages: Pages | None) -> SpanWatch:
     return SpanWatch(spans, mappings(), pages)
 
 
-@pytest.mark.parametrize("pages", eyes(), ids=lambda p: "blind" if p is None else "kernel")
 def test_one_byte_is_found_wherever_it_is(pages: Pages | None) -> None:
     tensors = {f"t{n}": torch.zeros(n, dtype=torch.uint8) for n in (1, 700, 5 * PAGE, 1 << 20)}
     watched = watch(tensors, pages)
@@ -66,7 +72,6 @@ def test_one_byte_is_found_wherever_it_is(pages: Pages | None) -> None:
     assert not watched.begin().changed(0)
 
 
-@pytest.mark.parametrize("pages", eyes(), ids=lambda p: "blind" if p is None else "kernel")
 def test_neighbours_in_a_page_are_not_taken_for_one_another(pages: Pages | None) -> None:
     memory = torch.zeros(20 * PAGE, dtype=torch.uint8)
     one, other = memory[100 : 8 * PAGE + 50], memory[8 * PAGE + 50 : 16 * PAGE]
@@ -76,7 +81,7 @@ def test_neighbours_in_a_page_are_not_taken_for_one_another(pages: Pages | None)
     assert not look.changed(0)
 
 
-@pytest.mark.skipif(Pages.of_this_process() is None, reason="this kernel counts no writes")
+@pytest.mark.skipif(not KERNEL, reason="this kernel counts no writes")
 def test_neighbours_are_counted_at_once_with_what_lies_between() -> None:
     memory = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -120,7 +125,6 @@ def test_a_value_that_is_put_back_was_written_all_the_same() -> None:
     assert look.changed(0) == ["w"]
 
 
-@pytest.mark.parametrize("pages", eyes(), ids=lambda p: "blind" if p is None else "kernel")
 def test_what_does_not_write_is_no_change(pages: Pages | None) -> None:
     """Reads, reads of memory that nobody has touched yet, forks, and what children write."""
     fresh = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -160,7 +164,7 @@ def test_of_more_than_fits_there_are_samples_of_each_tensor() -> None:
     assert 5 <= found <= 60  # each with the odds that are told, a little less than a half
 
 
-@pytest.mark.skipif(Pages.of_this_process() is None, reason="this kernel counts no writes")
+@pytest.mark.skipif(not KERNEL, reason="this kernel counts no writes")
 @pytest.mark.parametrize("ends_first", [0, 1])
 def test_watches_of_the_same_memory_do_not_blind_one_another(ends_first: int) -> None:
     pages = Pages.of_this_process()
