@@ -30,6 +30,12 @@ if TYPE_CHECKING:  # a process that has TLS and no tensors asks here for a file 
 _MOST = 1024
 """The kernel's limit of runs in one call (``IOV_MAX``)."""
 
+_WORD = 8
+_SMALL_RUN = 4096
+"""Runs of so many bytes are copied together."""
+_SMALL_WORDS = 1 << 14
+"""At once: their places stay in the cache."""
+
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """Advice of Linux 5.14 that `mmap` has no names for; older kernels refuse it."""
 
@@ -78,6 +84,41 @@ def read_memory(runs: NDArray[np.int64]) -> None:
         left = left[whole:]
         if part := done - (int(ends[whole - 1]) if whole else 0):
             left[0] += (part, part, -part)
+
+
+def copy_memory(runs: NDArray[np.int64]) -> None:
+    """Copy memory that nobody frees meanwhile; the kernel need not be able to read it.
+
+    A call costs more than the copy of a small run, so many that consist of words are copied by one.
+
+    Parameters
+    ----------
+    runs
+        As of `read_memory`. None lies where another one goes.
+    """
+    import numpy as np
+
+    runs = runs[runs[:, 2] > 0]
+    small = (runs[:, 2] <= _SMALL_RUN) & (np.bitwise_or.reduce(runs, axis=1) % _WORD == 0)
+    for at, to, nbytes in zip(*runs[~small].T.tolist(), strict=True):  # no list for each
+        ctypes.memmove(to, at, nbytes)
+    if not small.any():
+        return
+    runs = runs[small]
+    low = int(runs[:, :2].min())
+    count = (int((runs[:, :2].max(axis=1) + runs[:, 2]).max()) - low) // _WORD
+    # What lies between is not touched.
+    memory = np.frombuffer(memoryview((ctypes.c_uint64 * count).from_address(low)), np.uint64)
+    starts, sizes = (runs[:, :2] - low) // _WORD, runs[:, 2] // _WORD
+    ends, first, done = sizes.cumsum(), 0, 0
+    while first < len(runs):
+        last = max(first + 1, int(ends.searchsorted(done + _SMALL_WORDS, "right")))
+        some, end = sizes[first:last], int(ends[last - 1])
+        # A row's start, and behind it one word after the other.
+        each = starts[first:last] - (ends[first:last] - some - done)[:, None]
+        at, to = np.repeat(each, some, axis=0).T + np.arange(end - done)
+        memory[to] = memory[at]
+        first, done = last, end
 
 
 def _vector(pairs: NDArray[np.int64]) -> tuple[ctypes.c_void_p, ctypes.c_ulong]:

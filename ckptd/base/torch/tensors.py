@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -264,22 +265,27 @@ def memory_of(
     identity of the storage that was there at first from others.
     """
     wholes = [*tensors]
-    locals = [t if type(t) in PLAIN else local_tensor(t) for t in wholes]
-    storages = [local.untyped_storage() for local in locals]
+    plain = {*map(type, wholes)}.issubset(PLAIN)
+    # Of many tensors the way to a method costs as much as the method.
+    of = partial(getattr, torch.Tensor) if plain else methodcaller
+    locals = wholes if plain else [local_tensor(t) for t in wholes]
+    storages = [*map(of("untyped_storage"), locals)]
+    dtypes = [local.dtype for local in locals]
+    lazy = any(dtype.is_complex for dtype in {*dtypes})
     columns = [
         # The storage says the device. Memory that is empty here (an uneven shard) has no address.
         array("Q", [storage._cdata for storage in storages]),
-        array("Q", map(methodcaller("data_ptr"), locals)),
-        [local.shape for local in locals],
-        [local.stride() for local in locals],
-        [local.dtype for local in locals],
+        array("Q", [*map(of("data_ptr"), locals)]),
+        [*map(of("size"), locals)],
+        [*map(of("stride"), locals)],
+        dtypes,
         # The bits of a view change what is read and not where.
-        bytes(map(methodcaller("is_conj"), locals)),
-        bytes(map(methodcaller("is_neg"), locals)),
+        bytes(map(of("is_conj"), locals if lazy else ())),
+        bytes(map(of("is_neg"), locals)),
         # The mesh is an object that others may be equal to: ranks agree on its identity alone.
         [
             (at, id(whole.device_mesh), whole.placements, whole.shape)
-            for at, (whole, local) in enumerate(zip(wholes, locals, strict=True))
+            for at, (whole, local) in enumerate(() if plain else zip(wholes, locals, strict=True))
             if local is not whole and is_dtensor(whole)
         ],
     ]

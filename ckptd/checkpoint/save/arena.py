@@ -31,7 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
-from ckptd.base.runtime.memory import anonymous_file, gather, map_pages, read_memory
+from ckptd.base.runtime.memory import (
+    anonymous_file,
+    copy_memory,
+    gather,
+    map_pages,
+    read_memory,
+)
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError, size_text
 
@@ -133,9 +139,7 @@ class Slot:
         if self._fresh:
             self.read(runs)
             return
-        base = self.place(0, self.nbytes).ctypes.data
-        for at, start, nbytes in zip(*runs.T.tolist(), strict=True):  # no list for each
-            ctypes.memmove(base + start, at, nbytes)
+        copy_memory(runs + np.array((0, self.place(0, self.nbytes).ctypes.data, 0)))
 
     def read(self, runs: NDArray[np.int64]) -> None:
         """Copy runs of bytes that another thread may free meanwhile: an error then, and no signal.

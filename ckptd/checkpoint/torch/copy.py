@@ -15,6 +15,7 @@ from operator import methodcaller
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ckptd.base.digest import digest
 from ckptd.base.grids.block import Region
@@ -153,6 +154,8 @@ class CopyForm:
         self.plain = bytes([run is not None for run in runs])
         self.runs = np.array([run or (0, 0, 0) for run in runs], np.int64).reshape(-1, 3)
         self._nbytes = {n: locals[n].nbytes for n in self.watched}
+        self._order: Mapping[str, int | None] | None = None
+        self._numbers: list[int] = []
 
     def _waits(self, name: str, local: torch.Tensor) -> bool:
         """Tell whether a local tensor may be copied late, if it is held."""
@@ -192,6 +195,21 @@ class CopyForm:
     def early(self) -> list[int]:
         """Numbers of the steps that are copied at once, on the host."""
         return self._on_host(late=False)
+
+    @cached_property
+    def early_runs(self) -> NDArray[np.int64]:
+        """Numbers of those of `early` that are runs of bytes."""
+        return np.array([number for number in self.early if self.plain[number]], np.int64)
+
+    def early_are_there(self, leaves: Mapping[str, TensorLeaf]) -> bool:
+        """Tell whether all of `early_runs` lie where they did; False: look at each by its name."""
+        if not isinstance(leaves, RecalledLeaves) or (order := leaves.order) is None:
+            return False
+        if order is not self._order:
+            found = [order[self.steps[n].name] for n in self.early_runs.tolist()]
+            self._order, self._numbers = order, [n for n in found if n is not None]
+        wanted = np.array(self.addresses)[self.early_runs]
+        return np.array_equal(leaves.places(self._numbers), wanted)
 
     @cached_property
     def late_on_host(self) -> list[int]:
@@ -311,14 +329,20 @@ class CopySources:
             found.append(_part(local, step.part))
         return found
 
-    def copy(self, numbers: Sequence[int], slot: Slot) -> None:
-        """Copy the tensors of some steps, which are on the host, into their places in the slot."""
-        form = self.form
-        plain = [n for n in numbers if form.plain[n]]
-        self._check_there(plain)
-        if plain:
-            slot.fill(form.runs[plain])
-        for number in numbers if len(plain) < len(numbers) else ():
+    def copy_early(self, slot: Slot) -> None:
+        """Copy what is copied at once, on the host, into its places in the slot.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: its memory was freed.
+        """
+        form, runs = self.form, self.form.early_runs
+        if len(runs):
+            if not form.early_are_there(self.leaves):
+                self._check_there(runs.tolist())
+            slot.fill(form.runs[runs])
+        for number in form.early if len(runs) < len(form.early) else ():
             if not form.plain[number]:
                 step = form.steps[number]
                 _copy(self.source(number), slot.place(step.start, step.end))
@@ -470,7 +494,7 @@ class Snapshot:
 
     def copy_now(self) -> None:
         """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
-        self._live.copy(self._form.early, self._slot)
+        self._live.copy_early(self._slot)
         for number in self._form.early if self._form.shared else ():
             name = self._steps[number].name
             if name in self._form.shared and not self._live.is_copied(number, self._slot):

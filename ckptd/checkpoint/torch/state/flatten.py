@@ -294,18 +294,21 @@ class KnownState:
         def leaf(name: str, number: int) -> TensorLeaf:
             meshed, kind, own, wrapped = self._forms[number]
             local, section = locals[number].detach(), self._sections[number]
+            locals[number] = local
             whole = (tensors[number].detach() if loads else tensors[number]) if meshed else local
             origin = look.things[self._origins[number]] if wrapped else tensors[number]
             aliases, path = self._tied.get(number, ()), self._paths[name]
-            of = (section, kind, path, origin, aliases, None, own, wrapped)
-            return TensorLeaf(name, whole, local, *of)
+            return TensorLeaf(
+                name, whole, local, section, kind, path, origin, aliases, None, own, wrapped
+            )
 
         for name, (saying, positions) in self._sayings.items():
             slots = [look.things[at] for at in positions]
             if saying.asks and not saying.fits(said[name], slots):
                 return None
+        of = (dict(self._order), leaf, locals, self._inner, storages, self._order)
         leaves = Leaves(
-            tensors=RecalledLeaves(dict(self._order), leaf, locals, self._inner, storages),
+            tensors=RecalledLeaves(*of),
             objects={record.name: record for record in self._records},
             aliases=dict(self._aliases),
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],

@@ -25,7 +25,9 @@ from functools import partial
 from typing import Any, Final, Literal, Protocol, get_args
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -268,13 +270,16 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
     found
         A number by name, and None for what is put there later.
     make
-        Makes the leaf of a number.
+        Makes the leaf of a number; where there is an order, it puts the leaf's local tensor there.
     locals
         What this rank has of the tensor, by number.
     inner
         Numbers of those whose leaf says more than its local tensor: inside of another one, say.
     kept
         What keeps their memory meanwhile.
+    order
+        The number by name, which does not change: `places` is asked by it. None as soon as a name
+        gets another leaf.
     """
 
     def __init__(
@@ -284,9 +289,14 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
         locals: list[torch.Tensor],
         inner: Collection[int],
         kept: object,
+        order: Mapping[str, int | None] | None = None,
     ) -> None:
         self._found, self._make, self._locals, self._kept = found, make, locals, kept
-        self._inner = inner
+        self._inner, self.order = inner, order
+
+    def places(self, numbers: Iterable[int]) -> NDArray[np.uint64]:
+        """Return where local tensors lie, by their numbers, those of leaves that were made too."""
+        return np.array([self._locals[number].data_ptr() for number in numbers], np.uint64)
 
     def locals(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Return the local tensor of each leaf, and make none for that."""
@@ -326,10 +336,13 @@ class RecalledLeaves(MutableMapping[str, TensorLeaf]):
         return leaf
 
     def __setitem__(self, name: str, leaf: TensorLeaf) -> None:
+        if self._found.get(name) is not None:
+            self.order = None
         self._found[name] = leaf
 
     def __delitem__(self, name: str) -> None:
         del self._found[name]
+        self.order = None
 
     def __contains__(self, name: object) -> bool:
         return name in self._found

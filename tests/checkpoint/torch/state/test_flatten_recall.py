@@ -766,6 +766,20 @@ def test_the_form_of_memory_is_looked_at() -> None:
     assert torch.equal(found, state["w"])
 
 
+@pytest.mark.parametrize("beside", [{}, {"v": torch.ones(2)}, {"p": nn.Parameter(torch.ones(2))}])
+def test_the_bit_of_a_conjugate_is_looked_at(beside: State) -> None:
+    """Same address, same shape, same strides, same dtype."""
+    for other in ("_conj", "_neg_view"):
+        state = {**beside, "w": torch.ones(2, dtype=torch.complex64) + 2j}
+        flattener = Flattener()
+        known = flattener.flatten(state).known
+        assert flattener.flatten(state).known is known
+        state["w"].data = getattr(torch, other)(state["w"].data)
+        found = flattener.flatten(state)
+        assert found.known is not known
+        assert torch.equal(found.tensors["w"].tensor, state["w"])
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_module_is_recalled_like_any_other() -> None:
     """Its slots look like dicts, and are none: a save failed of a state with one."""
