@@ -3,10 +3,15 @@
     python bench/net.py
     python bench/net.py --mib 1024 --reps 7
 
-One connection on loopback TCP and on a Unix socket, the server in a process of its own. A plain
-socket sends the same bytes from memory and receives them into memory, in 4 MiB calls; no framing,
-no checks, not encrypted. Over TCP the bytes of the store go through TLS 1.3. Speeds are medians of
-fresh pairs of processes, processor times of both of them the least.
+Connections on loopback TCP and on a Unix socket, the server in a process of its own; of several at
+once each has its part, and a thread at both ends. A plain socket sends the same bytes from memory
+and receives them into memory, in 4 MiB calls; no framing, no checks, not encrypted. Over TCP the
+bytes of the store go through TLS 1.3. Speeds are medians of fresh pairs of processes, processor
+times of both of them the least.
+
+Behind that, processor times of TLS without any socket, by cipher and by how much is handed to it at
+once, and those of what would only authenticate: with a plain socket's they are the limit of what a
+connection can reach.
 """
 
 from __future__ import annotations
@@ -18,26 +23,45 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import common
 import numpy as np
 import psutil
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from ckptd.base.net.tls import Identity, TlsSession
 from ckptd.store.base import SizedWriter, Store, StoreSpec, Writer
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import StoreServer, new_secret
 
 BLOCK = 4 << 20
+WHAT = ("plain", "read file", "read memory", "write")
 CASES = [
-    f"{way} {what}"
-    for way in ("tcp", "unix")
-    for what in ("plain", "read file", "read memory", "write")
+    *(f"tcp {what}, {n}" for n in (1, 2, 4) for what in (WHAT if n == 1 else WHAT[::2])),
+    *(f"unix {what}, 1" for what in WHAT),
 ]
 PARTS = 4
+AES, AES_128, CHACHA = (
+    "TLS_AES_256_GCM_SHA384",
+    "TLS_AES_128_GCM_SHA256",
+    "TLS_CHACHA20_POLY1305_SHA256",
+)
+ALONE = [
+    *(f"{AES}, {kib} KiB" for kib in (16, 64, 256, 1024, 4096)),
+    f"{AES_128}, 256 KiB",
+    f"{CHACHA}, 256 KiB",
+    "BLAKE3 keyed, 256 KiB",
+    "GMAC of cryptography, 256 KiB",
+    "AES-256-GCM of cryptography, 256 KiB",
+]
 
 
 class _Sink(SizedWriter):
@@ -53,11 +77,18 @@ class _Sink(SizedWriter):
         pass
 
 
+def parts_of(case: str) -> tuple[str, str, int]:
+    """Return the way, what is done, and the number of connections."""
+    way, _, rest = case.partition(" ")
+    what, _, count = rest.partition(", ")
+    return way, what, int(count)
+
+
 def serve(case: str, folder: str, size: int) -> None:
     """Be the other end of `case` until the standard input ends."""
-    way, _, what = case.partition(" ")
+    way, what, count = parts_of(case)
     if what == "plain":
-        _serve_plain(way, folder, size)
+        _serve_plain(way, folder, size, count)
         return
 
     class Sink(MemoryStore):
@@ -76,7 +107,7 @@ def serve(case: str, folder: str, size: int) -> None:
         sys.stdin.read()
 
 
-def _serve_plain(way: str, folder: str, size: int) -> None:
+def _serve_plain(way: str, folder: str, size: int, count: int) -> None:
     if way == "tcp":
         listener = socket.create_server(("127.0.0.1", 0))
         print(json.dumps(listener.getsockname()[1]), flush=True)
@@ -86,11 +117,20 @@ def _serve_plain(way: str, folder: str, size: int) -> None:
         listener.listen()
         print(json.dumps(f"{folder}/sock"), flush=True)
     data = pattern(size)
-    sock, _ = listener.accept()
-    with sock, listener:
-        while sock.recv(1):
-            for at in range(0, size, BLOCK):
-                sock.sendall(data[at : at + BLOCK])
+
+    def sending(sock: socket.socket) -> None:
+        with sock:
+            while wanted := sock.recv(1):
+                begin = wanted[0] * size // count
+                for at in range(begin, begin + size // count, BLOCK):
+                    sock.sendall(data[at : at + BLOCK])
+
+    threads = [threading.Thread(target=sending, args=(listener.accept()[0],)) for _ in range(count)]
+    with listener:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def pattern(size: int) -> memoryview:
@@ -133,61 +173,176 @@ def client(case: str, where: str, buffer: np.ndarray[Any, Any]) -> tuple[Any, An
     """Return what moves the bytes once, what closes, and what checks the bytes."""
     view, size = buffer.data, len(buffer)
     expected = np.frombuffer(pattern(size), np.uint8)
-    if case.endswith("plain"):
-        place = json.loads(where)
-        if isinstance(place, int):
-            sock = socket.create_connection(("127.0.0.1", place))
+    _, what, count = parts_of(case)
+    ends: list[Any] = []
+    for _ in range(count):
+        if what != "plain":
+            ends.append(StoreSpec.from_json(where).open())
+        elif isinstance(place := json.loads(where), int):
+            ends.append(socket.create_connection(("127.0.0.1", place)))
         else:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.connect(place)
+            ends.append(socket.socket(socket.AF_UNIX))
+            ends[-1].connect(place)
 
-        def plain() -> None:
-            sock.sendall(b"x")
-            for at in range(0, size, BLOCK):
-                sock.recv_into(view[at : at + BLOCK], 0, socket.MSG_WAITALL)
+    def move(number: int) -> None:
+        end, begin = ends[number], number * size // count
+        part = view[begin : begin + size // count]
+        if what == "plain":
+            end.sendall(bytes([number]))
+            for at in range(0, len(part), BLOCK):
+                end.recv_into(part[at : at + BLOCK], 0, socket.MSG_WAITALL)
+        elif "read" in what:
+            end.read_into("data/big", begin, part)
+        else:
+            with end.writer("data/new", len(part)) as writer:
+                writer.write(part)
+                writer.commit()
 
-        return plain, sock.close, lambda: bool((buffer == expected).all())
-    store = StoreSpec.from_json(where).open()
-    if "read" in case:
+    threads = ThreadPoolExecutor(count)
+
+    def close() -> None:
+        threads.shutdown()
+        for end in ends:
+            end.close()
+
+    def right() -> bool:
+        return what == "write" or bool((buffer == expected).all())
+
+    return lambda: list(threads.map(move, range(count))), close, right
+
+
+# --- without a socket -----------------------------------------------------------------------------
+
+
+def alone(case: str) -> dict[str, float]:
+    """Return the processor time of one end that sends and of one that receives, seconds a GB."""
+    name, _, kib = case.partition(", ")
+    piece = int(kib.split()[0]) << 10
+    data, room = pattern(64 << 20), memoryview(bytearray(64 << 20))
+    send, receive = _tls(name) if name.startswith("TLS") else _library(name)
+    least = [float("inf")] * 2
+    for _ in range(PARTS):
+        took = [0.0, 0.0]
+        for at in range(0, len(data), piece):
+            start = time.process_time()
+            sent = send(data[at : at + piece])
+            between = time.process_time()
+            receive(sent, room[at : at + piece])
+            took[0] += between - start
+            took[1] += time.process_time() - between
+        least = [min(pair) for pair in zip(least, took, strict=True)]
+    return dict(zip(("send", "receive"), (t / (len(data) / 1e9) for t in least), strict=True))
+
+
+_Ends = tuple[Callable[[memoryview], Any], Callable[[Any, memoryview], object]]
+
+
+def _tls(name: str) -> _Ends:
+    secret = b"s" * 32
+    ends = [
+        TlsSession(Identity(secret, role, "n"), server=server, where="the other end")
+        for role, server in (("rank", False), ("agent", True))
+    ]
+    client, server = ends
+    while sum(end.shake() for end in ends) < len(ends):
+        server.feed(client.to_send())
+        client.feed(server.to_send())
+    assert client._tls.cipher()[0] == name, client._tls.cipher()
+
+    def send(data: memoryview) -> bytes:
+        client.write(data)
+        return client.to_send()
+
+    def receive(sent: bytes, room: memoryview) -> None:
+        server.feed(sent)
+        server.read_into(room)
+
+    server.feed(client.to_send())
+    return send, receive
+
+
+def _library(name: str) -> _Ends:
+    if name.startswith("BLAKE3"):
+        key = bytes(32)
         return (
-            lambda: store.read_into("data/big", 0, view),
-            store.close,
-            lambda: bool((buffer == expected).all()),
+            lambda data: (data, blake3(data, key=key).digest()),
+            lambda sent, _: blake3(sent[0], key=key).digest(),
         )
+    aes = AESGCM(bytes(32))
+    if name.startswith("GMAC"):
+        return (
+            lambda data: (data, aes.encrypt(bytes(12), b"", data)),
+            lambda sent, _: aes.decrypt(bytes(12), sent[1], sent[0]),
+        )
+    return lambda data: aes.encrypt(bytes(12), data, None), lambda sent, _: aes.decrypt(
+        bytes(12), sent, None
+    )
 
-    def write() -> None:
-        with store.writer("data/new", size) as writer:
-            writer.write(view)
-            writer.commit()
 
-    return write, store.close, lambda: True
+def all_alone(reps: int) -> dict[str, list[dict[str, float]]]:
+    """Measure each case in fresh processes: OpenSSL reads there which cipher it takes."""
+    found: dict[str, list[dict[str, float]]] = {case: [] for case in ALONE}
+    with tempfile.NamedTemporaryFile("w", suffix=".cnf") as file:
+        for case in [*ALONE, *ALONE[::-1]] * ((reps + 1) // 2):
+            file.seek(0)
+            file.truncate()
+            suite = case.partition(",")[0] if case.startswith("TLS") else AES
+            file.write("openssl_conf = a\n[a]\nssl_conf = b\n[b]\nsystem_default = c\n[c]\n")
+            file.write(f"Ciphersuites = {suite}\n")
+            file.flush()
+            os.environ["OPENSSL_CONF"] = file.name
+            found[case].append(common.in_fresh_process(str(Path(__file__)), ["--alone", case]))
+            print(f"{case}: {found[case][-1]}", file=sys.stderr)
+    del os.environ["OPENSSL_CONF"]
+    return found
 
 
-def report(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+def report(
+    options: argparse.Namespace,
+    found: dict[str, list[dict[str, Any]]],
+    bare: dict[str, list[dict[str, float]]],
+) -> None:
     speed = {case: common.median(rows, "gb_per_s") for case, rows in found.items()}
     right = {case: all(r["right"] for r in rows) for case, rows in found.items()}
     cpu = {case: min(r["cpu_s_per_gb"] for r in rows) for case, rows in found.items()}
-    head = ["connection", "case", "GB/s", "of the plain socket", "CPU s/GB", "bytes right"]
+    head = ["over", "case", "connections", "GB/s", "of the plain socket", "CPU s/GB", "bytes right"]
     rows: list[list[Any]] = []
     for case in CASES:
-        way, _, what = case.partition(" ")
-        ratio = speed[case] / speed[f"{way} plain"]
-        rows.append([way, what, speed[case], ratio, cpu[case], right[case]])
+        way, what, count = parts_of(case)
+        ratio = speed[case] / speed[f"{way} plain, {count}"]
+        rows.append([way, what, count, speed[case], ratio, cpu[case], right[case]])
+    plain = cpu["tcp plain, 1"]
+    least = {
+        case: [min(r[end] for r in rows) for end in ("send", "receive")]
+        for case, rows in bare.items()
+    }
+    limits = [
+        [*case.rsplit(", ", 1), *least[case], plain / (plain + sum(least[case]))] for case in ALONE
+    ]
     text = (
-        f"{options.mib} MiB over one connection, medians of {len(found[CASES[0]])} runs; aim: 0.7"
+        f"{options.mib} MiB, medians of {len(found[CASES[0]])} runs; aim: 0.7"
         " of the plain socket, and 0.5 over TCP, where the store encrypts. *file*: from a"
         " descriptor of the server's store; *memory*: the server's store can only copy; *write*:"
-        " into a store that keeps nothing.\n\n" + common.table(head, rows)
+        " into a store that keeps nothing.\n\n"
+        + common.table(head, rows)
+        + "\n\nWithout a socket, CPU s/GB of each end, the least of all runs. *Limit*: what a"
+        " connection reaches of the plain socket's rate on one core, where it takes no more than"
+        " both ends and the plain socket. The first are ckptd's TLS, and it speaks the cipher of"
+        " the first ones; the last authenticate only, or encrypt by another OpenSSL.\n\n"
+        + common.table(["what", "pieces", "sending", "receiving", "limit"], limits)
     )
     command = f"python bench/net.py --mib {options.mib} --reps {options.reps}"
-    common.publish("net", command, text, {"gb_per_s": speed, "runs": found})
+    common.publish("net", command, text, {"gb_per_s": speed, "runs": found, "alone": bare})
 
 
 def main() -> None:
-    options = common.arguments(__doc__, mib=512, role="")
+    options = common.arguments(__doc__, mib=512, role="", alone="")
     size = options.mib << 20
     if options.role == "server":
         serve(options.case, options.dir, size)
+        return
+    if options.alone:
+        print(json.dumps(alone(options.alone)))
         return
     if options.case:
         print(json.dumps(measure(options.case, options.dir, size)))
@@ -200,7 +355,7 @@ def main() -> None:
                 asked = ["--case", case, "--dir", folder, "--mib", str(options.mib)]
                 found[case].append(common.in_fresh_process(str(Path(__file__)), asked))
             print(f"{rep + 1}/{options.reps} {case}: {found[case][-1]}", file=sys.stderr)
-    report(options, found)
+    report(options, found, all_alone(options.reps))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from ckptd.base.runtime import ranks as waiting
 from ckptd.base.runtime.announcements import Announcements
 from ckptd.base.torch import ranks
 from ckptd.base.torch.ranks import Agreement, JobBoard
+from ckptd.elastic.control.controller import _MOST_AHEAD
 from ckptd.elastic.controller_server import _FROM_NODE, _FROM_OPERATOR
 from ckptd.elastic.launchers.nodestate import NodeState
 from ckptd.elastic.link import NodeLink
@@ -418,7 +419,7 @@ async def _controlled(raw: bytes) -> None:
     made = Made("memory://fuzzed")
     owners = (("agent", "a"), ("agent", "b"), ("operator", "o"))
     peers = [made.join(*owner) for owner in owners]
-    controller = made.controller
+    controller, claims = made.controller, 0
 
     async def handle(event: JobEvent) -> None:
         with suppress(CkptdError):  # this controller ends
@@ -441,6 +442,9 @@ async def _controlled(raw: bytes) -> None:
                     after()
             await handle(Tick())
             msgspec.json.encode(made.status())
+            claims += _MOST_AHEAD
+            assert made.machine.generation <= claims, "numbers of generations are used up"
+        controller._appender._log.read()  # no message makes it unreadable
         for timer in controller._broken.values():
             timer.cancel()
     finally:
@@ -526,6 +530,7 @@ CONTROLLER_SEEDS = [
     _says(*_TRAINS, (2, OperatorCommand(1, Order(kind=OrderKind.DRAIN, nodes=("b",))))),
     _says(*_TRAINS, (2, OperatorCommand(1, Suspected(nodes=("a",), reason="slow")))),
     _says(*_TRAINS, (1, Envelope(Notice(node="b", seconds=9.0), 2)), (1, _up("b", 3, fenced=2))),
+    _says(*_TRAINS, (0, _up("a", 3, running=1, fenced=1 << 19))),
     _says((2, Ask(1)), (2, Announce(2, "http://10.0.0.1:80")), (0, Envelope(Left(node="a")))),
     _says(
         *_TRAINS,

@@ -27,6 +27,7 @@ def _fuzzed(folder: Path, runs: str, *names: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_target_for_a_moment(tmp_path: Path) -> None:
     _fuzzed(tmp_path, str(RUNS))
 

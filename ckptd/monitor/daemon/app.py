@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -52,6 +53,15 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
+class _Whole(IntegerConvertor):
+    """Numbers in a path; of thousands of digits Python makes none."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("whole", _Whole())
+
+
 class DaemonApi:
     """Endpoints for people and scripts.
 
@@ -73,7 +83,7 @@ class DaemonApi:
         gets: Mapping[str, Endpoint] = {
             "/job": self._job,
             "/ranks": self._ranks,
-            "/ranks/{rank:int}": self._rank,
+            "/ranks/{rank:whole}": self._rank,
             "/links": self._links,
             "/collectives": self._collectives,
             "/trace": self._trace,
@@ -89,7 +99,7 @@ class DaemonApi:
         posts: Mapping[str, Endpoint] = {
             f"{V1}/incidents/{{ident}}/ack": self._acknowledge,
             f"{V1}/incidents/{{ident}}/enforce": self._enforce,
-            f"{V1}/ranks/{{rank:int}}/look": self._look,
+            f"{V1}/ranks/{{rank:whole}}/look": self._look,
             f"{V1}/elastic/orders": self._order,
             LOGIN_PATH: self._login,
             SHEETS_PATH: s.ingest.sheets,
@@ -116,9 +126,8 @@ class DaemonApi:
         return document(await run_in_threadpool(self._service.ranks_document, whole))
 
     async def _rank(self, request: Request) -> Response:
-        return document(
-            await run_in_threadpool(self._rank_document, int(request.path_params["rank"]))
-        )
+        rank = int(request.path_params["rank"])
+        return document(await run_in_threadpool(self._rank_document, rank))
 
     def _rank_document(self, rank: int) -> RankDocument:
         s = self._service
@@ -139,11 +148,9 @@ class DaemonApi:
 
     async def _elastic(self, request: Request) -> Response:
         s = self._service
-        now = s.controller_document()
+        it, old = s.controller_document(), s.generations.all()
         return document(
-            ElasticDocument(
-                generations=s.generations.all(), controller=now.controller, status=now.status
-            )
+            ElasticDocument(generations=old, controller=it.controller, status=it.status)
         )
 
     async def _order(self, request: Request) -> Response:

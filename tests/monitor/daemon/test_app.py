@@ -83,6 +83,7 @@ def test_one_rank(stuck: Running) -> None:
     assert "simulated rank" in rank["stack"]["text"]
     assert "unknown rank" in stuck.ask("GET", f"{V1}/ranks/999").message
     assert stuck.ask("GET", f"{V1}/ranks/x").status == 404
+    assert stuck.ask("GET", f"{V1}/ranks/{'9' * 5000}").status == 404  # too long for `int`
 
 
 def test_a_rank_is_looked_at_on_request(tmp_path: Path) -> None:
