@@ -148,10 +148,9 @@ class DaemonApi:
 
     async def _elastic(self, request: Request) -> Response:
         s = self._service
-        it, old = s.controller_document(), s.generations.all()
-        return document(
-            ElasticDocument(generations=old, controller=it.controller, status=it.status)
-        )
+        now, old = s.controller_document(), s.generations.all()
+        found = ElasticDocument(generations=old, controller=now.controller, status=now.status)
+        return document(found)
 
     async def _order(self, request: Request) -> Response:
         order = order_of(await _json_body(request))
