@@ -192,9 +192,9 @@ class CopyForm:
         return SpanWatch(spans, self._mappings, Pages.of_this_process())
 
     @cached_property
-    def early(self) -> list[int]:
+    def early(self) -> array[int]:
         """Numbers of the steps that are copied at once, on the host."""
-        return self._on_host(late=False)
+        return array("q", self._on_host(late=False))
 
     @cached_property
     def early_runs(self) -> NDArray[np.int64]:

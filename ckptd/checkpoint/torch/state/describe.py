@@ -69,6 +69,7 @@ class Describer:
         """
         tensors = []
         uncut = TensorCut()
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # of many tensors few are kept
         forms = leaves.forms(leaves.tensors)
         for name, (tensor, aliases) in zip(leaves.tensors, forms, strict=True):
             cut = uncut
@@ -76,6 +77,7 @@ class Describer:
                 mesh, _, placements = self._sharding(name, tensor)
                 cut = TensorCut(mesh, placements)
             shape = tuple(tensor.shape)
+            shape = shapes.setdefault(shape, shape)
             entry = TensorEntry(name, dtype_name(tensor.dtype), shape, 0, 0, 0, aliases)
             tensors.append((entry, cut))
         # Those that are recalled and have values of their own were made above.
