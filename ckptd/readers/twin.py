@@ -53,7 +53,6 @@ from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.readers.base import Foreign, ForeignPiece, SeenFiles, time_text
 from ckptd.readers.zips import Extent
 from ckptd.store.base import (
-    Names,
     ObjectInfo,
     OpenFile,
     Store,
@@ -61,7 +60,6 @@ from ckptd.store.base import (
     check_end,
     check_key,
     check_prefix,
-    children_of,
 )
 from ckptd.types import Box, ByteRange, dtype_of
 
@@ -428,10 +426,6 @@ class ForeignRoot(ForeignStore):
         for key in sorted(sizes):
             if key.startswith(prefix):
                 yield ObjectInfo(key, sizes[key], self._modified)
-
-    def children(self, prefix: str = "") -> Names:
-        """Return names directly below `prefix`, sorted."""
-        return children_of((info.key for info in self.list(prefix)), prefix)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """Return an object, or a range of it."""

@@ -330,9 +330,12 @@ class Store(ABC):
         with ThreadPoolExecutor(min(self.capabilities.parallel, _READERS), "ckptd-read") as pool:
             yield from pool.map(read, infos)
 
-    @abstractmethod
     def children(self, prefix: str = "") -> Names:
-        """Return names directly below the folder `prefix`, sorted; folders end in "/"."""
+        """Return names directly below the folder `prefix`, sorted; folders end in "/".
+
+        A store that need not list all that is below them for it does it better.
+        """
+        return children_of((info.key for info in self.list(prefix)), prefix)
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:

@@ -26,7 +26,6 @@ from ckptd.errors import (
 from ckptd.store.base import (
     MAX_KEY_BYTES,
     Capabilities,
-    Names,
     ObjectInfo,
     SizedWriter,
     Store,
@@ -34,7 +33,6 @@ from ckptd.store.base import (
     check_end,
     check_key,
     check_prefix,
-    children_of,
     is_segment,
 )
 from ckptd.store.osio import explain, while_folders_vanish
@@ -146,10 +144,6 @@ class FsspecStore(Store):
             if legal and info["type"] == "file" and key.startswith(prefix):
                 infos.append(ObjectInfo(key, int(info["size"]), _time_of(info)))
         yield from sorted(infos, key=lambda i: i.key)
-
-    def children(self, prefix: str = "") -> Names:
-        """Return names directly below `prefix`, sorted; folders end in "/"."""
-        return children_of((info.key for info in self.list(prefix)), prefix)
 
     # -- writing -------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from ckptd.errors import (
 )
 from ckptd.store import (
     Capabilities,
-    Names,
     ObjectInfo,
     SizedWriter,
     Store,
@@ -35,7 +34,6 @@ from ckptd.store import (
     check_end,
     check_key,
     check_prefix,
-    children_of,
     parse_options,
 )
 from ckptd.types import ByteRange
@@ -233,10 +231,6 @@ class EtcdStore(Store):
             more = order == "ASCEND" and answer.more and bool(answer.kvs)
             if more and begin <= before:
                 raise CorruptError("etcd returned a key twice", where=self.url)
-
-    def children(self, prefix: str = "") -> Names:
-        """Return names directly below `prefix`, sorted."""
-        return children_of((info.key for info in self.list(prefix)), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""

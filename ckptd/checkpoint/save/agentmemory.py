@@ -15,7 +15,6 @@ from ckptd.checkpoint.save.arena import CONTROL_BYTES, Slot
 from ckptd.checkpoint.save.drain import StagedShard
 from ckptd.errors import ConflictError, NotFoundError, SaveError, StoreError, size_text
 from ckptd.store.base import (
-    Names,
     ObjectInfo,
     OpenFile,
     SizedWriter,
@@ -25,7 +24,6 @@ from ckptd.store.base import (
     check_end,
     check_key,
     check_prefix,
-    children_of,
 )
 from ckptd.store.memory import MemoryStore
 from ckptd.types import ByteRange
@@ -360,10 +358,6 @@ class AgentMemoryStore(Store):
             )
         for key, size, at in found:
             yield ObjectInfo(key, size, at)
-
-    def children(self, prefix: str = "") -> Names:
-        """Return names directly below `prefix`, sorted."""
-        return children_of((info.key for info in self.list(prefix)), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
