@@ -23,6 +23,8 @@ some of its errors: those have a kind of `KINDS` (append-only, see ``docs/refere
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from itertools import islice
 from typing import ClassVar, Self
 
 __all__ = [
@@ -67,9 +69,18 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{nbytes:.3g} {_UNITS[unit]}"
 
 
+def first_few(items: Collection[object], most: int = 8) -> str:
+    """Return the first of some things in one line, and how many more there are."""
+    shown = ", ".join(map(str, islice(items, most)))
+    return f"{shown} and {len(items) - most} more" if len(items) > most else shown
+
+
 def one_line(text: str) -> str:
     """Return `text` in one line; see `printable`."""
     return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}").replace("\t", " ")
+
+
+_DETAILS = ("where", "wanted", "found", "hint")
 
 
 class CkptdError(Exception):
@@ -121,7 +132,7 @@ class CkptdError(Exception):
         cannot be taken for one of the log.
         """
         parts = [self.message]
-        for name in ("where", "wanted", "found", "hint"):
+        for name in _DETAILS:
             text = getattr(self, name)
             if text is not None:
                 lines = printable(text).split("\n")
@@ -130,28 +141,15 @@ class CkptdError(Exception):
 
     def to_dict(self) -> dict[str, str | None]:
         """Return the error as plain data, for ``--json`` and for messages between processes."""
-        return {
-            "class": type(self).__name__,
-            "kind": self.kind,
-            "message": self.message,
-            "where": self.where,
-            "wanted": self.wanted,
-            "found": self.found,
-            "hint": self.hint,
-        }
+        named = {"class": type(self).__name__, "kind": self.kind, "message": self.message}
+        return named | {name: getattr(self, name) for name in _DETAILS}
 
     @staticmethod
     def from_dict(data: dict[str, str | None]) -> CkptdError:
         """Rebuild an error from `to_dict`; an unknown class becomes the base class."""
         cls = _BY_NAME.get(data.get("class") or "", CkptdError)
-        return cls(
-            data.get("message") or "unknown error",
-            kind=data.get("kind"),
-            where=data.get("where"),
-            wanted=data.get("wanted"),
-            found=data.get("found"),
-            hint=data.get("hint"),
-        )
+        message, details = data.get("message"), {name: data.get(name) for name in _DETAILS}
+        return cls(message or "unknown error", kind=data.get("kind"), **details)
 
     def without_frames(self) -> Self:
         """Return an equal error to be kept: a traceback keeps all that its frames hold alive.

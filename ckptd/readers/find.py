@@ -12,7 +12,7 @@ from importlib import import_module
 
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.checkpoint.load.foreign import ForeignFormats
-from ckptd.errors import CkptdError, MismatchError
+from ckptd.errors import CkptdError, MismatchError, first_few
 from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, ForeignPiece, FormatReader, Listing, damaged
 from ckptd.readers.hf import END, local_pieces
@@ -163,12 +163,11 @@ def _best(known: Sequence[FormatReader], names: Listing) -> FormatReader | None:
 
 
 def _ambiguous(what: str, names: Listing, found: Sequence[str]) -> MismatchError:
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return MismatchError(
         what,
         where=names.where,
         wanted="one",
-        found=", ".join(found[:_MOST_NAMED]) + more,
+        found=first_few(found, _MOST_NAMED),
         hint="give the path of one checkpoint",
     )
 

@@ -19,7 +19,7 @@ from ckptd.base.grids.block import Block
 from ckptd.base.grids.grid import Axis, Grid, Piece, whole
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.load.plan import Change
-from ckptd.errors import MismatchError, UsageError
+from ckptd.errors import MismatchError, UsageError, first_few
 from ckptd.lay.bind import bind_sizes, bind_stored, from_stored
 from ckptd.lay.check import check, check_bound
 from ckptd.lay.copies import Composition, Copy, compose
@@ -970,11 +970,10 @@ def _check_all_fed(
             continue
         lost.append(tensor.name)
     if lost:
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
         raise MismatchError(
             "the target's layout has no place for this tensor",
             kind="lay-cover",
-            where=", ".join(lost[:_MOST_NAMED]) + more,
+            where=first_few(lost, _MOST_NAMED),
             wanted="a rule of the target for everything that the source has",
             hint="to drop it, write in the source's layout: -e 'from: NAME = drop'",
         )

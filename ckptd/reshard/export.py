@@ -32,6 +32,7 @@ from ckptd.errors import (
     NotFoundError,
     RefusedError,
     UsageError,
+    first_few,
 )
 from ckptd.lay.matching import NameTemplates
 from ckptd.lay.resolve import Resolved
@@ -243,11 +244,10 @@ def _layout(reader: CheckpointReader) -> Resolved | None:
 
 
 def _left_out(reader: CheckpointReader, prefix: str, names: Sequence[str]) -> RefusedError:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return RefusedError(
         f"weights outside of the section {prefix[:-1]} would be left out",
         where=f"{reader.url}, {reader.title}",
-        found=f"{len(names)}: {', '.join(names[:_MOST_NAMED])}{more}",
+        found=f"{len(names)}: {first_few(names, _MOST_NAMED)}",
         hint=f"--section {prefix[:-1]} for that section alone, --section {EVERYTHING} for"
         " everything, under the names that it has here",
     )

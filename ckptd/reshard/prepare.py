@@ -20,7 +20,7 @@ from ckptd.checkpoint.format.manifest import UNORDERED
 from ckptd.checkpoint.format.words import hint_text
 from ckptd.checkpoint.load.files import check_size
 from ckptd.checkpoint.load.plan import BlockLine
-from ckptd.errors import CkptdError, MismatchError, RefusedError
+from ckptd.errors import CkptdError, MismatchError, RefusedError, first_few
 from ckptd.lay.copies import TargetPlan
 from ckptd.lay.promise import PROMISES
 from ckptd.lay.proving import prove
@@ -379,10 +379,9 @@ def _fitting(stock: SourceTensors, changed: LayoutProgram, kept: LayoutProgram) 
 def _lossy(composed: Composed, links: Sequence[TensorLink]) -> RefusedError:
     names = [link.tensor.name for link in links] + [f"{n} (dropped)" for n in composed.dropped]
     names += [f"{n} (no place in the target)" for n in composed.lost]
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return RefusedError(
         "values would change or be dropped",
-        where=", ".join(names[:4]) + more,
+        where=first_few(names, 4),
         wanted="a reshard that can be undone",
         found="casts to narrower types, averages, scales or drops",
         hint="--allow lossy",

@@ -26,7 +26,7 @@ from ckptd.checkpoint.format.manifest import UNORDERED, foreign_sizes
 from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.index import Index
-from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError, first_few
 from ckptd.lay.bind import bind_ranks
 from ckptd.lay.check import order_findings
 from ckptd.lay.indexes import write_name
@@ -568,11 +568,10 @@ def _check_all_described(
     """
     over = [path for n, path in enumerate(paths) if n not in files]
     if over:
-        more = f" and {len(over) - 4} more" if len(over) > 4 else ""
         raise MismatchError(
             "files of ranks that the mesh does not have",
             kind="lay-fit",
-            where=", ".join(over[:4]) + more,
+            where=first_few(over, 4),
             wanted=f"{len(files)} ranks, in {len(set(files))} files",
             found=f"{len(headers)} files",
             hint="make the mesh as large as the job was: -e 'from: mesh ...'",
@@ -593,11 +592,10 @@ def _check_all_described(
             continue
         lost.append(f"{paths[file]}: {local.name}")
     if lost:
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise MismatchError(
             "the layout has no place for tensors of the ranks",
             kind="lay-cover",
-            where=", ".join(lost[:4]) + more,
+            where=first_few(lost, 4),
             found=f"{len(lost)} tensors",
             hint="to drop it, write in the source's layout: -e 'from: NAME = drop'",
         )
@@ -627,12 +625,11 @@ def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str])
     name = write_name(layout.files, mesh.coordinates(rank))
     if name in paths:
         return paths.index(name)
-    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     raise CorruptError(
         "the file of a rank is missing",
         where=name,
         wanted=f"rank {rank}",
-        found=", ".join(paths[:4]) + more,
+        found=first_few(paths, 4),
     )
 
 

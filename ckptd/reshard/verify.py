@@ -24,7 +24,7 @@ from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Grid
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, first_few
 from ckptd.lay.scales import HALF_BYTE, quantized_as
 from ckptd.lay.stored import TensorKey
 from ckptd.lay.values import Values
@@ -161,7 +161,7 @@ class FileSamples:
         names = [self.names[s] for s in dict.fromkeys(sources.tolist())]
         return CorruptError(
             "values are not at the positions where they were saved",
-            where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else ""),
+            where=first_few(names, 4),
             wanted="the source's witness",
             found=f"{len(wrong)} of {checked} values differ in this part of a file",
             hint="one of the two layouts does not describe its checkpoint; nothing was committed",

@@ -11,7 +11,7 @@ from ckptd.checkpoint.cli.address import CheckpointDocument, Where, needs_step, 
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.cli.output import Json, Reply, flag
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, first_few
 
 _MOST_SHOWN = 8
 
@@ -78,8 +78,6 @@ def _show(document: RollbackDocument) -> None:
     print(f"step {d.step} is now the newest (generation {d.claimed})")
     if not d.abandoned:
         return
-    steps = ", ".join(str(a.step) for a in d.abandoned[:_MOST_SHOWN])
-    more = f" and {len(d.abandoned) - _MOST_SHOWN} more" if len(d.abandoned) > _MOST_SHOWN else ""
     last = d.abandoned[-1]
-    print(f"no longer counted: {steps}{more}")
+    print(f"no longer counted: {first_few([a.step for a in d.abandoned], _MOST_SHOWN)}")
     print(f"to undo: ckptd rollback {d.root}@{last.step}-g{last.generation}")

@@ -16,7 +16,7 @@ from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
-from ckptd.errors import RefusedError, size_text
+from ckptd.errors import RefusedError, first_few, size_text
 
 TITLE = re.compile(r"# layout (\S+)\n")
 """Begins the program that a manifest keeps, with the name of the layout in it."""
@@ -263,6 +263,4 @@ def unread_tensors(values: Mapping[str, str], where: str, hint: str = "") -> Ref
 
 def shown_tensors(values: Mapping[str, str]) -> str:
     """Return names of tensors with what each is, in words; empty for none."""
-    shown = [f"{name} ({kind})"[:200] for name, kind in list(values.items())[:_MOST_SHOWN]]
-    more = f" and {len(values) - len(shown)} more" if len(values) > len(shown) else ""
-    return ", ".join(shown) + more
+    return first_few([f"{name} ({kind})"[:200] for name, kind in values.items()], _MOST_SHOWN)

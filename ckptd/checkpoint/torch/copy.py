@@ -42,7 +42,7 @@ from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevi
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import RecalledLeaves, TensorLeaf
-from ckptd.errors import SaveError
+from ckptd.errors import SaveError, first_few
 from ckptd.types import Box
 
 _log = logging.getLogger("ckptd")
@@ -698,7 +698,7 @@ def _mutated(names: Iterable[str]) -> SaveError:
     return SaveError(
         f"{len(found)} tensors changed before they were copied",
         kind="mutated",
-        where=", ".join(found[:5]) + (", ..." if len(found) > 5 else ""),
+        where=first_few(found, 5),
         wanted="no change between save() and before_mutation() or the optimizer's step",
         hint="call the checkpointer's before_mutation() before code that changes tensors, or "
         'create it with copy=CopyOptions(lazy="off"); other processes that write this memory '

@@ -87,6 +87,7 @@ from ckptd.errors import (
     NotFoundError,
     SaveError,
     StoreError,
+    first_few,
 )
 from ckptd.events.bus import at_step, phase
 from ckptd.types import Box
@@ -426,7 +427,7 @@ def check_witness(witness: Witness, plan: WitnessPlan, filemap: FileMap, filling
         ]
         error = CorruptError(
             "values arrived at the wrong places",
-            where=", ".join(named[:8]) + (" ..." if len(named) > 8 else ""),
+            where=first_few(named),
             hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
         )
         error.state_corrupted = True
@@ -688,11 +689,11 @@ class Loader:
     def _log_left(self, report: LoadReport) -> None:
         """Say in one line what a load that is not strict has left; rank 0 what all ranks left."""
         there = report.unexpected if self._agreement.board.rank == 0 else ()
-        left = []
-        if report.missing:
-            left.append(f"{_few(report.missing)} not in the checkpoint: the live values stay")
-        if there:
-            left.append(f"{_few(there)} in the checkpoint, but not in the state of any rank")
+        said = (
+            (report.missing, "not in the checkpoint: the live values stay"),
+            (there, "in the checkpoint, but not in the state of any rank"),
+        )
+        left = [f"{first_few(names, 4)} {what}" for names, what in said if names]
         if left:
             _log.warning("step %d is loaded in part: %s", report.step, "; ".join(left))
 
@@ -1050,10 +1051,9 @@ def _compare_overlaps(tried: _Tried) -> None:
             finish()
             _, differ = image.lay(leaf, values)
             if differ:
-                names = ", ".join(other.name for other in group[:8])
                 raise MismatchError(
                     "tensors of the state share memory, but had separate memory when saved",
-                    where=names + (" ..." if len(group) > 8 else ""),
+                    where=first_few([other.name for other in group]),
                     wanted="equal values where they share memory",
                     found=f"{differ} bytes of {leaf.name} differ from what another has there",
                     hint="give each tensor its own memory: tensor.clone()",
@@ -1141,11 +1141,6 @@ def _doubtful(
         found=f"{section}.{name} without {section!r}; {other} with it",
         hint="rename= maps names explicitly",
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more names" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def _by_tier(read: Mapping[str, int], memory: int) -> Mapping[str, int]:

@@ -14,6 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
+from ckptd.errors import first_few
 from ckptd.lay.resolve import ALL, Equation, Family, Finding, Lookup, Numbers, Resolved, covers
 from ckptd.lay.syntax import Alias, Name, NameIndex, On, Replicas, Text, join
 
@@ -175,8 +176,7 @@ def uncovered_findings(
             holders[family.name].append(equation)
     bare = [name for name, found in holders.items() if not found]
     if bare and sizes is None:
-        shown = ", ".join(bare[:6]) + (f" and {len(bare) - 6} more" if len(bare) > 6 else "")
-        message = f"no rule holds {shown}"
+        message = f"no rule holds {first_few(bare, 6)}"
         yield Finding("uncovered", message, rule=f"layout {resolved.name}", severity="warning")
     for name, found in holders.items():
         if found and sizes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptd.errors import first_few
 from ckptd.lay.bind import Observed
 from ckptd.lay.matching import holds
 from ckptd.lay.resolve import Finding, MeshShape, Resolved
@@ -26,8 +27,7 @@ def missing_findings(observed: Observed, resolved: Resolved) -> Iterator[Finding
             if rank not in instance.ranks and holds(equation, mesh.coordinates(rank), mesh.extents)
         ]
         if lacking:
-            shown = ", ".join(map(str, lacking[:6])) + (" ..." if len(lacking) > 6 else "")
             word = "ranks" if len(lacking) > 1 else "rank"
-            message = f"{instance.first} is missing on {word} {shown}"
+            message = f"{instance.first} is missing on {word} {first_few(lacking, 6)}"
             note = "if only some ranks have it, say which: on <axis>=<coordinate>"
             yield Finding("missing", message, equation.at, equation.text, (note,), fit=True)

@@ -26,7 +26,7 @@ from ckptd.cli.output import (
     shorten,
     time_text,
 )
-from ckptd.errors import CkptdError, NotFoundError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, NotFoundError, TransientStoreError, UsageError, first_few
 
 _RETRY_S = 1.0
 _WIDTH = 100
@@ -195,11 +195,8 @@ def _list(document: IncidentsDocument) -> None:
 
 
 def _who(incident: dict[str, Any]) -> str:
-    suspects = incident["verdict"]["suspects"]
-    if not suspects:
-        return "no suspect"
-    shown = ", ".join(f"{s['target']} {s['name']}" for s in suspects[:8])
-    return shown + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
+    named = [f"{s['target']} {s['name']}" for s in incident["verdict"]["suspects"]]
+    return first_few(named) or "no suspect"
 
 
 def _show(incident: dict[str, Any]) -> None:

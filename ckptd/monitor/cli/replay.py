@@ -12,7 +12,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, print_text, shorten
-from ckptd.errors import UsageError
+from ckptd.errors import UsageError, first_few
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.recording import Replay
 from ckptd.monitor.recording import replay as replay_recording
@@ -198,10 +198,8 @@ def _show(d: ReplayDocument) -> None:
 
 
 def _suspects(incident: ReplayedIncident) -> str:
-    named = [f"{s.target} {s.name}" for s in incident.suspects[:_NAMED]]
-    more = len(incident.suspects) - len(named)
-    text = ", ".join(named) + (f" and {more} more" if more > 0 else "")
-    return shorten(text, _SUSPECTS_WIDTH)
+    named = [f"{s.target} {s.name}" for s in incident.suspects]
+    return shorten(first_few(named, _NAMED), _SUSPECTS_WIDTH)
 
 
 def _show_dumps(folder: str, json: bool) -> int:

@@ -22,7 +22,7 @@ import msgspec
 from ckptd.cli.output import shorten
 from ckptd.decoding import ANYTHING
 from ckptd.elastic.launchers.sidecars import CKPTD, Sidecar
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, first_few
 from ckptd.monitor.daemon.client import DaemonClient
 
 _POLL_S = 0.05
@@ -70,11 +70,9 @@ def line_of(incident: Mapping[str, Any]) -> str:
     verdict = incident["verdict"]
     named = [
         f"{s['target']} {s['name']}" + (f" ({s['detail']})" if s["detail"] else "")
-        for s in verdict["suspects"][:_MOST_NAMED]
+        for s in verdict["suspects"]
     ]
-    left = len(verdict["suspects"]) - len(named)
-    who = ", ".join(named) + (f" and {left} more" if left > 0 else "")
-    text = f"{incident['kind']}: {who or 'no suspect'}"
+    text = f"{incident['kind']}: {first_few(named, _MOST_NAMED) or 'no suspect'}"
     if incident["state"] == "closed":
         return shorten(f"over: {text}", 400)
     why = verdict["evidence"][0] if verdict["evidence"] else ""

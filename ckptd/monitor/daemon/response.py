@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckptd.elastic.messages import Answer, NodeRow, Status, Suspected
-from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, first_few
 from ckptd.monitor.daemon.controller import ControllerLink
 from ckptd.monitor.daemon.documents import (
     ControllerLinkDocument,
@@ -395,6 +395,5 @@ class Responder:
 
 
 def _suspects(incident: Incident) -> str:
-    named = [f"{s.target} {s.name}" for s in incident.verdict.suspects[:4]]
-    left = len(incident.verdict.suspects) - len(named)
-    return (", ".join(named) or "an unknown suspect") + (f" and {left} more" if left else "")
+    named = [f"{s.target} {s.name}" for s in incident.verdict.suspects]
+    return first_few(named, 4) or "an unknown suspect"

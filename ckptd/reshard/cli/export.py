@@ -10,7 +10,7 @@ from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.cli.options import Dequantize, Section, size_of
 from ckptd.cli.output import Document, Json, Reply, counted, flag, option, print_text, progress_bar
-from ckptd.errors import UsageError, size_text
+from ckptd.errors import UsageError, first_few, size_text
 from ckptd.reshard.export import ExportedFile, Rename, plan_export, run_export
 
 _SAID = 8
@@ -140,6 +140,5 @@ def _show(document: ExportDocument) -> None:
         print(f"  {alias} is tied to {kept}, which is written once")
     for names, what in ((d.left_out, "tensor"), (d.objects, "value")):
         if names:
-            more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
-            said = f"  left out: {counted(len(names), what)}: {', '.join(names[:_SAID])}{more}"
+            said = f"  left out: {counted(len(names), what)}: {first_few(names, _SAID)}"
             print_text(said, 4)

@@ -21,7 +21,7 @@ from ckptd.cli.output import (
     seconds_text,
     shorten,
 )
-from ckptd.errors import size_text
+from ckptd.errors import first_few, size_text
 from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport, SourceProgram
 
 _SAID = 6
@@ -274,8 +274,7 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
 
 def _counted(names: Sequence[str]) -> str:
     """Return the first of some names, and how many there are."""
-    more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
-    return f"{', '.join(names[:_SAID])}{more} ({len(names)} in all)"
+    return f"{first_few(names, _SAID)} ({len(names)} in all)"
 
 
 def _source(d: ReshardDocument) -> str:

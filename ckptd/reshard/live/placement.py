@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ckptd.errors import UsageError
+from ckptd.errors import UsageError, first_few
 from ckptd.lay.held import held
 from ckptd.lay.resolve import Bound, Equation, Ints, MeshShape, ValueScope, scope_of
 from ckptd.lay.stored import StoredForm
@@ -92,12 +92,12 @@ def coordinates_of(
     twice = sorted(n for n, at in homes.items() if len(at) > 1)
     found = []
     if missing:
-        found.append(f"missing experts: {_listed(missing)}")
+        found.append(f"missing experts: {first_few(missing, _SHOWN)}")
     if twice:
         places = (f"{n} (at {', '.join(map(str, homes[n]))})" for n in twice[:_SHOWN])
         found.append(f"duplicate experts: {', '.join(places)}")
     if unknown:
-        found.append(f"unknown experts: {_listed(unknown)}")
+        found.append(f"unknown experts: {first_few(unknown, _SHOWN)}")
     if found:
         raise _wrong(
             "a placement must have each expert exactly once",
@@ -107,11 +107,6 @@ def coordinates_of(
             "replicas of all experts are an axis of the mesh that their rules do not mention",
         )
     return tuple(homes[n][0] for n in known)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return ", ".join(map(str, numbers[:_SHOWN])) + more
 
 
 def _wrong(

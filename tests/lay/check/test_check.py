@@ -275,7 +275,7 @@ def test_a_tensor_on_a_rank_that_the_rule_is_not_for() -> None:
     assert "which is only for ranks on pp=0" in found[0].notes
     missing = program("a = E[v h]", {r: {"a": (4, 2)} if r < 8 else {} for r in range(16)})
     assert [f.code for f in missing] == ["missing"]
-    assert "a is missing on ranks 8, 9, 10, 11, 12, 13 ..." in missing[0].message
+    assert "a is missing on ranks 8, 9, 10, 11, 12, 13 and 2 more" in missing[0].message
 
 
 def test_check_bound_takes_a_bound_layout() -> None:

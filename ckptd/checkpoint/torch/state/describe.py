@@ -41,7 +41,7 @@ class LocalRegions(msgspec.Struct, frozen=True, dict=True):
 @lru_cache(4096)
 def whole_region(shape: tuple[int, ...]) -> tuple[Region]:
     """Return what a whole tensor of a shape holds: for all of them the same object."""
-    return (box_region(Box((0,) * len(shape), tuple(shape))),)
+    return (box_region(Box.whole(tuple(shape))),)
 
 
 class Describer:
@@ -101,8 +101,7 @@ class Describer:
             shape = tuple(tensor.shape)
             if not strided:
                 return LocalRegions(tensor, whole_region(shape))
-            box = Box((0,) * len(shape), shape)
-            return LocalRegions(tensor, (box_region(box, tuple(tensor.stride())),))
+            return LocalRegions(tensor, (box_region(Box.whole(shape), tuple(tensor.stride())),))
         known = self._sharding(name, tensor)
         local = local_tensor(tensor)
         # What is known is kept, so that its id is not given to another one.

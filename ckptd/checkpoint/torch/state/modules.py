@@ -51,7 +51,7 @@ from ckptd.checkpoint.torch.state.words import (
     says,
     speaking_kinds,
 )
-from ckptd.errors import UsageError
+from ckptd.errors import UsageError, first_few
 
 
 def materialise(
@@ -100,7 +100,7 @@ def check_buffers(module: nn.Module, place: StatePlace) -> None:
         raise UsageError(
             "non-persistent buffers are on the meta device, and no checkpoint holds them",
             where=place.name,
-            found=", ".join(names[:16]) + (f", ... {len(names)} in all" if names[16:] else ""),
+            found=first_few(names, 16),
             hint="compute them on a real device before the load",
         )
 

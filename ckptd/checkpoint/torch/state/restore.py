@@ -42,7 +42,7 @@ from ckptd.checkpoint.torch.state.modules import check_buffers, materialise, res
 from ckptd.checkpoint.torch.state.optimizers import ParameterOwners
 from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.checkpoint.torch.state.words import is_note
-from ckptd.errors import CkptdError, MismatchError
+from ckptd.errors import CkptdError, MismatchError, first_few
 
 _log = logging.getLogger("ckptd")
 
@@ -537,11 +537,7 @@ def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[s
     unknown = [n for n in values if n not in leaves.objects]
     unknown += [n for n in per_rank if n not in leaves.per_rank]
     if unknown:
-        raise MismatchError(
-            "values that the state does not have",
-            found=", ".join(unknown[:16])
-            + (f", ... {len(unknown)} in all" if unknown[16:] else ""),
-        )
+        raise MismatchError("values that the state does not have", found=first_few(unknown, 16))
     for name, value in values.items():
         check = leaves.objects[name].check
         if check is not None:

@@ -30,7 +30,7 @@ from ckptd.checkpoint.torch.feed import CopyStep, StridedWindow
 from ckptd.checkpoint.torch.layouts import LayoutSave
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.leaves import Leaves, ObjectLeaf, TensorLeaf
-from ckptd.errors import MismatchError, SaveError, UsageError
+from ckptd.errors import MismatchError, SaveError, UsageError, first_few
 from ckptd.lay.local import LocalPiece
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.stored import StoredTensor, local_cells
@@ -328,7 +328,7 @@ def _check_complete(job: JobLayout, seen: set[str]) -> None:
         raise MismatchError(
             "the state lacks tensors that this rank holds by the layout",
             kind="lay-fit",
-            where=", ".join(missing[:6]) + (" ..." if len(missing) > 6 else ""),
+            where=first_few(missing, 6),
             wanted="a tensor for each",
         )
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan, select
 from ckptd.checkpoint.torch.filling import Filling
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, first_few
 from ckptd.lay.local import LocalPiece
 from ckptd.lay.stored import TensorKey
 from ckptd.reshard.changes import change_of
@@ -64,7 +64,7 @@ def check_laid_witness(
     if wrong:
         error = CorruptError(
             "values arrived at the wrong places",
-            where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
+            where=first_few(wrong),
             hint="one of the two layouts is not that of the tensors, or the plan is wrong",
         )
         error.state_corrupted = True

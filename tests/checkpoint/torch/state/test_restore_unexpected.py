@@ -177,4 +177,4 @@ def test_what_a_load_leaves_is_said_in_one_line(
         ck.load({"a": torch.zeros(1), "new": 0}, strict=False)
     [record] = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "new not in the checkpoint" in record.message
-    assert "old0, old1, old2, old3 and 2 more names in the checkpoint" in record.message
+    assert "old0, old1, old2, old3 and 2 more in the checkpoint" in record.message
