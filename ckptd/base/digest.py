@@ -39,6 +39,12 @@ def is_digest(text: str) -> bool:
     return _HEX.fullmatch(text) is not None
 
 
+def unlike(what: str, where: str, wanted: str, found: str) -> CorruptError:
+    """Return the error of bytes that have another digest than they should."""
+    message = f"{what} is corrupt: digest mismatch"
+    return CorruptError(message, kind="digest", where=where, wanted=wanted, found=found)
+
+
 def block_count(data_bytes: int) -> int:
     """Number of blocks of a data section of `data_bytes` bytes."""
     return -(-data_bytes // BLOCK_BYTES)

@@ -199,7 +199,6 @@ def _show_report(report: GcReport) -> None:
     for item, why in report.skipped:
         note(f"kept {item.key}: {why}")
     if report.deleted:
-        freed = size_text(sum(i.nbytes for i in report.deleted))
-        print(f"deleted {counted(len(report.deleted), 'thing')}, {freed}")
+        print(f"deleted {counted(len(report.deleted), 'thing')}, {size_text(report.nbytes)}")
     if report.swept:
         print(f"removed {len(report.swept)} leftovers of interrupted calls")

@@ -30,7 +30,7 @@ from ckptd.checkpoint.load.opening import foreign_format, nothing_counts, open_c
 from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, put, split
 from ckptd.checkpoint.load.read import Fetcher, Windows
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
+from ckptd.checkpoint.root.leases import hold_step, reading
 from ckptd.checkpoint.root.opening import root_spec, trusting
 from ckptd.errors import UsageError
 from ckptd.types import Box
@@ -80,11 +80,7 @@ def open_direct(
     folder, file = split_file(url)
     with trusting(root_spec(folder, store_options)).open() as store:
         catalogue = open_catalogue(store, url, file, step if isinstance(step, int) else 0)
-        if step is None:
-            lease = hold_latest(catalogue, holder=holder)
-        else:
-            name = catalogue.find(step, all=generation is not None, generation=generation)
-            lease = hold_or_read(catalogue, name, holder=holder)
+        lease = hold_step(catalogue, step, generation, holder=holder)
         if lease is None:
             raise nothing_counts(url)
         with (

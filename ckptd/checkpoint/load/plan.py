@@ -111,6 +111,16 @@ def touched(
     Two ranges are apart by `hole` bytes or more. What lies between closer runs is read with them:
     of digest blocks one is needed for either side anyway.
     """
+    span, loose = _runs(block, itemsize, hole)
+    offsets = np.zeros(1, dtype=np.int64)
+    for stride, n in reversed(loose):
+        offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
+    base = start + block.source_start * itemsize
+    return [(base + o, base + o + span) for o in np.sort(offsets).tolist()]
+
+
+def _runs(block: Block, itemsize: int, hole: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the bytes of a run without a big hole; of dimensions of runs, strides and sizes."""
     span = itemsize
     loose: list[tuple[int, int]] = []
     for stride, n in sorted(zip(block.source_strides, block.shape, strict=True)):
@@ -118,11 +128,7 @@ def touched(
             span += (n - 1) * stride * itemsize
         else:
             loose.append((stride * itemsize, n))
-    offsets = np.zeros(1, dtype=np.int64)
-    for stride, n in reversed(loose):
-        offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
-    base = start + block.source_start * itemsize
-    return [(base + o, base + o + span) for o in np.sort(offsets).tolist()]
+    return span, loose
 
 
 def split(
@@ -133,7 +139,7 @@ def split(
     So every part lies in neighbouring digest blocks that are all needed, and fits a small buffer.
     """
     lo, hi = block.source_span
-    hole = _has_hole(block, itemsize, hole_bytes)
+    hole = bool(_runs(block, itemsize, hole_bytes)[1])
     if not block.shape or ((hi - lo) * itemsize <= span_bytes and not hole):
         yield block
         return
@@ -144,15 +150,6 @@ def split(
     for at in range(0, n, step):
         part = _part(block, d, at, min(step, n - at))
         yield from split(part, itemsize, span_bytes, hole_bytes)
-
-
-def _has_hole(block: Block, itemsize: int, least: int) -> bool:
-    span = itemsize
-    for stride, n in sorted(zip(block.source_strides, block.shape, strict=True)):
-        if stride * itemsize - span >= least:
-            return True
-        span += (n - 1) * stride * itemsize
-    return False
 
 
 def _part(block: Block, d: int, at: int, n: int) -> Block:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.digest import Digester, digest_hex
+from ckptd.base.digest import Digester, digest_hex, unlike
 from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Piece
 from ckptd.base.grids.owners import distinct
@@ -202,13 +202,7 @@ def witness_file(store: Store, manifest: Manifest, entry: WitnessEntry) -> bytes
         raise CorruptError("the witness is missing", where=key) from None
     found = digest_hex(raw)
     if found != entry.digest:
-        raise CorruptError(
-            "the witness is corrupt: digest mismatch",
-            kind="digest",
-            where=key,
-            wanted=entry.digest,
-            found=found,
-        )
+        raise unlike("the witness", key, entry.digest, found)
     return raw
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -637,7 +636,7 @@ def publish_manifest(
         manifest_digest=digest_hex(raw),
         manifest_bytes=len(raw),
         write_id=write_id or uuid.uuid4().hex,
-        created=created or datetime.now(UTC).isoformat(timespec="milliseconds"),
+        created=created or stamp(),
         world_size=manifest.world_size,
         data_bytes=sum(f.data_bytes for f in manifest.files),
         metadata=manifest.metadata,

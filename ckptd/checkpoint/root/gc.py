@@ -769,13 +769,12 @@ class _Run:
     # -- the rest
 
     def _marker(self, item: GcItem) -> str | None:
-        name = item.name
-        if item.kind != "lease" and name is not None and self.store.exists(commit_key(name)):
-            return f"{name} exists"
         if item.kind == "lease":
             lease = leases(self.catalogue).get(item.key)
             if lease is not None and not expired(lease, time.time()):
                 return "renewed"
+        elif (name := item.name) is not None and self.store.exists(commit_key(name)):
+            return f"{name} exists"
         self._delete([item.key])
         return None
 

@@ -277,21 +277,17 @@ class Index:
             return self._opened()
         except NotFoundError:
             names = self.store.children("")
-        if not names:
-            raise NotFoundError(
-                "nothing is stored here",
-                kind="no-root",
-                where=self.store.url,
-                wanted=ROOT_MARKER,
-                hint="check the path; the first save creates the root",
+        message, hint = "nothing is stored here", "check the path; the first save creates the root"
+        found = None
+        if names:
+            message, hint = (
+                "not a checkpoint root of ckptd",
+                f"name the folder that holds {ROOT_MARKER}",
             )
+            found = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
+        where, wanted = self.store.url, ROOT_MARKER
         raise NotFoundError(
-            "not a checkpoint root of ckptd",
-            kind="no-root",
-            where=self.store.url,
-            wanted=ROOT_MARKER,
-            found=", ".join(names[:6]) + (" ..." if len(names) > 6 else ""),
-            hint=f"name the folder that holds {ROOT_MARKER}",
+            message, kind="no-root", where=where, wanted=wanted, found=found, hint=hint
         )
 
     def _opened(self) -> RootMarker:

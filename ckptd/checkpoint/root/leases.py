@@ -213,25 +213,39 @@ def relied_on(index: Index, name: CommitName) -> Commit:
     return index.commit(name)  # the clean-up that this waited for may have deleted it
 
 
-def hold_latest(index: Index, *, holder: str = "") -> Hold | Unheld | None:
-    """Hold the newest checkpoint that counts, as `hold_or_read` does; None when there is none.
+def hold_step(
+    index: Index, step: int | str | None, generation: int | None = None, *, holder: str = ""
+) -> Hold | Unheld | None:
+    """Hold the checkpoint of a step, or the newest that counts, as `hold_or_read` does.
 
-    Retention may delete it between finding and holding, because a newer one came: then that one
-    is taken.
+    Retention may delete the newest between finding and holding, because a newer one came: then that
+    one is taken. None when no step is given and none counts.
+
+    Parameters
+    ----------
+    step
+        A step or a tag, as for `Index.find`; None takes the newest.
+    generation
+        That of the checkpoint, wherever it is; None: on the line that counts.
 
     Raises
     ------
+    NotFoundError
+        There is no such step.
     ConflictError
         Kind ``busy``: each of `MAX_TRIES` was deleted at that moment.
     StoreError
         As of `hold_or_read`.
     """
+    if step is not None:
+        name = index.find(step, all=generation is not None, generation=generation)
+        return hold_or_read(index, name, holder=holder)
     for _ in range(MAX_TRIES):
-        name = index.latest()
-        if name is None:
+        latest = index.latest()
+        if latest is None:
             return None
         try:
-            return hold_or_read(index, name, holder=holder)
+            return hold_or_read(index, latest, holder=holder)
         except NotFoundError:
             continue
     raise index.busy("could not lease a checkpoint: each candidate was deleted first")

@@ -45,7 +45,7 @@ from ckptd.checkpoint.load.opening import begin_beside
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest
 from ckptd.checkpoint.root.index import saving
-from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
+from ckptd.checkpoint.root.leases import hold_step, reading
 from ckptd.checkpoint.root.opening import root_spec, trusting
 from ckptd.checkpoint.save.commit import finish_attempt
 from ckptd.checkpoint.save.drain import data_file, remove_file, share_part, write_file
@@ -108,12 +108,10 @@ class BoxTensor:
             raise _misplaced(name, f"at most {_MOST_CELLS} cells", f"{grid.ncells} cells")
         cells = np.full(tuple(len(c) - 1 for c in cuts), ABSENT, dtype=np.int64)
         for box, rank in ranks.items():
-            begin = [np.searchsorted(c, o) for c, o in zip(cuts, box.offset, strict=True)]
-            end = [
-                np.searchsorted(c, o + n)
+            part = tuple(
+                slice(*np.searchsorted(c, (o, o + n)).tolist())
                 for c, o, n in zip(cuts, box.offset, box.shape, strict=True)
-            ]
-            part = tuple(slice(b, e) for b, e in zip(begin, end, strict=True))
+            )
             if (cells[part] != ABSENT).any():
                 raise _misplaced(
                     name, "boxes apart from each other, or equal", f"an overlap: {box}"
@@ -389,11 +387,7 @@ class BoxRoot:
         """
         catalogue = self._reading
         catalogue.open()
-        lease = (
-            hold_latest(catalogue)
-            if step is None
-            else hold_or_read(catalogue, catalogue.find(check_step(step)))
-        )
+        lease = hold_step(catalogue, None if step is None else check_step(step))
         if lease is None:
             raise NotFoundError("the root has no checkpoint", where=self._store.url)
         with reading(lease, _log.warning) as commit:

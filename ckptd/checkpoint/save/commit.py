@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd import events
+from ckptd.base.digest import unlike
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
 from ckptd.checkpoint.format.codec import shares
@@ -52,7 +53,7 @@ from ckptd.checkpoint.save.dedup import MOST_FOLDERS
 from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError
 from ckptd.store.base import Store
 
 if TYPE_CHECKING:
@@ -473,13 +474,7 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
     plan = decoded(_plans, raw, "a plan", where)
     found = plan.stamped().digest
     if found != plan.digest:
-        raise CorruptError(
-            "a plan is corrupt: digest mismatch",
-            kind="digest",
-            where=where,
-            wanted=plan.digest,
-            found=found,
-        )
+        raise unlike("a plan", where, plan.digest, found)
     tables = Manifest(0, 0, "", plan.world, (), plan.grids, plan.owners, plan.tensors)
     check_tensors(tables, plan.world, where, len(raw))
     return plan
@@ -763,12 +758,11 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> Non
             "on_change=...); otherwise the ranks have diverged. Values that look alike differ in "
             "types, flags such as requires_grad, or what is one object in several places"
         )
-        tables = []
+        tables: list[tuple[list[int], dict[str, Any]]] = []
         for digest in list(by_digest)[:8]:
-            try:
-                tables.append((by_digest[digest], json.loads(store.get(blob_key(folder, digest)))))
-            except (NotFoundError, ValueError):
-                tables.append((by_digest[digest], {}))
+            tables.append((by_digest[digest], {}))
+            with contextlib.suppress(NotFoundError, ValueError):
+                tables[-1][1].update(json.loads(store.get(blob_key(folder, digest))))
         ranks, first = tables[0]
         for others, table in tables[1:]:
             names = sorted(k for k in first | table if first.get(k) != table.get(k))

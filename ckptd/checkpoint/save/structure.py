@@ -696,21 +696,20 @@ class RankPlan:
     def witness(self, data: memoryview) -> tuple[bytes, bytes]:
         """Return the slots this rank sees and their values, for a complete data section."""
         buffer = np.frombuffer(data, dtype=np.uint8)
-        slots: list[NDArray[np.uint32]] = []
-        values: list[NDArray[np.uint8]] = []
-        for itemsize, start, end, where, elements in self._witness:
-            slots.append(where)
-            values.append(gather(buffer[start:end], itemsize, elements))
-        if not slots:
+        seen = self._witness
+        if not seen:
             return b"", b""
+        values = [
+            gather(buffer[start:end], size, elements) for size, start, end, _, elements in seen
+        ]
+        slots = [where for _, _, _, where, _ in seen]
         return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
 
     @cached_property
     def _witness(self) -> list[tuple[int, int, int, Any, Any]]:
-        witness = WitnessPlan.over(self.plan.tensors)
         out = []
         for chunk in self.chunks:
-            slots, elements = witness.select(chunk.tensor, piece_regions(chunk.piece))
+            slots, elements = self.plan.witness.select(chunk.tensor, piece_regions(chunk.piece))
             if len(slots):
                 itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
                 out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))

@@ -371,9 +371,6 @@ class SaveWriter:
             self._unsettled.append((save, plan))
             self._commits.submit(self._join, save, plan)
         free()
-        self._cache_later(save, plan)
-
-    def _cache_later(self, save: SaveRequest, plan: RankPlan) -> None:
         self._newest = save
         self._cached.submit(self._bring_into_cache, save, plan)
 

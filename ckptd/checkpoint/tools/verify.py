@@ -31,6 +31,7 @@ from ckptd.checkpoint.load.files import (
     missing_file,
     read_header,
 )
+from ckptd.checkpoint.load.read import Windows
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.load.witnesses import (
     ChunkWitness,
@@ -40,7 +41,7 @@ from ckptd.checkpoint.load.witnesses import (
     WitnessCheck,
 )
 from ckptd.checkpoint.root.index import Index
-from ckptd.errors import CkptdError, CorruptError, NotFoundError, RefusedError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, RefusedError, first_few
 from ckptd.store.base import Store
 
 STALL_S = 300.0
@@ -153,7 +154,7 @@ class Scan:
         self._total = 0
         self._bad_blocks: set[tuple[int, int]] = set()
         self._bad_chunks: dict[int, list[ScanChunk]] = {}
-        self._buffers = threading.local()
+        self._windows = Windows()
         self.read_bytes = 0
 
     def run(self, work: Sequence[ScanSegment], threads: int) -> None:
@@ -217,11 +218,7 @@ class Scan:
                 self._close(segment.file, chunk)
 
     def _read(self, file: int, start: int, stop: int, files: LocalFiles) -> NDArray[np.uint8]:
-        buffer: NDArray[np.uint8] | None = getattr(self._buffers, "array", None)
-        if buffer is None:
-            buffer = np.empty(WINDOW_BLOCKS * BLOCK_BYTES, dtype=np.uint8)
-            self._buffers.array = buffer
-        window = buffer[: stop - start]
+        window = self._windows.get(stop - start)
         files.read(file, start, window.data)
         return window
 
@@ -266,7 +263,7 @@ class Scan:
             tensor=self._places.filemap.tensors[target.tensor].name,
             chunk=target.name,
             where=f"bytes {target.start} to {target.end} of the data, "
-            + (f"bad blocks {_some(bad)}" if bad else "its blocks are good"),
+            + (f"bad blocks {first_few(bad)}" if bad else "its blocks are good"),
             wanted=f"XXH3-128 {wanted.hex()}",
             found=f"XXH3-128 {found.hex()}",
         )
@@ -287,11 +284,6 @@ class Scan:
                 chunk=held[0][1] if held else "",
                 where=f"block {block}",
             )
-
-
-def _some(numbers: list[int], most: int = 8) -> str:
-    text = ", ".join(map(str, numbers[:most]))
-    return f"{text} and {len(numbers) - most} more" if len(numbers) > most else text
 
 
 _MOST_CHUNKS = 32
@@ -530,8 +522,9 @@ class _Verification:
         wrong = 0
         chunks = self._filemap.chunks(file)
         if own and len(found) != len(chunks):
-            text = f"{len(chunks)} chunks", f"{len(found)} chunks"
-            self._add(_header_error(*text), entry)
+            message = "the header and the manifest disagree"
+            counts = f"{len(chunks)} chunks", f"{len(found)} chunks"
+            self._add(CorruptError(message, wanted=counts[0], found=counts[1]), entry)
         for c in chunks:
             name, dtype = self._filemap.chunk_name(file, c), self._filemap.dtypes[c.tensor]
             chunk = found.get(name)
@@ -568,10 +561,6 @@ class _Verification:
             self._findings.add(VerifyFinding.of(error, key, entry.rank))
             return
         self._places.indexes[file] = index
-
-
-def _header_error(wanted: str, found: str) -> CorruptError:
-    return CorruptError("the header and the manifest disagree", wanted=wanted, found=found)
 
 
 def _chunk_text(chunk: Chunk) -> str:

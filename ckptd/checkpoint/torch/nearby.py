@@ -389,16 +389,14 @@ class Nearby:
         self._sources.clear()
 
 
-def near_tiers(tiers: Sequence[Tier], store: Store, agreement: Agreement) -> Nearby | None:
-    """Return the near tiers of a checkpointer whose root is `store`; None without any.
+def near_tiers(tiers: Sequence[Tier], store: Store, agreement: Agreement) -> Nearby:
+    """Return the near tiers of a checkpointer whose root is `store`.
 
     Raises
     ------
     UsageError
         No other process can open the root.
     """
-    if not tiers:
-        return None
     if not store.capabilities.shared:
         raise UsageError(
             "a root in this process's memory has no near tiers",

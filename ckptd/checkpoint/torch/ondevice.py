@@ -285,16 +285,9 @@ def _pieces(
         step = steps[number]
         small = step.end - step.start <= PACKED_BYTES
         if piece is not None and small:
-            gap = step.start - piece.end
-            last = piece.numbers[-1]
-            if is_placed is None or (
-                not gap
-                or (
-                    0 < gap <= MOST_BETWEEN
-                    and number - last > 1
-                    and all(is_placed(n) for n in range(last + 1, number))
-                )
-            ):
+            gap, between = step.start - piece.end, range(piece.numbers[-1] + 1, number)
+            near = 0 < gap <= MOST_BETWEEN and len(between) > 0
+            if is_placed is None or not gap or (near and all(map(is_placed, between))):
                 piece.between[-1] = 0 if is_placed is None else gap
                 piece.between.append(0)
                 piece.numbers.append(number)
@@ -302,7 +295,6 @@ def _pieces(
                 continue
         if piece is not None:
             yield piece
-            piece = None
         piece = _Piece([number], step.start, step.end, [0])
         if not small:
             yield piece
@@ -419,12 +411,11 @@ class DeviceLane:
         except torch.OutOfMemoryError:
             if len(parts) == 1:
                 raise
-        singles = []
-        for number, part in zip(piece.numbers, parts, strict=True):
-            step = self._steps[number]
-            alone = _Piece([number], step.start, step.end, [0])
-            singles.append((device_bytes(part), alone))
-        return singles
+        steps = [self._steps[number] for number in piece.numbers]
+        alone = [
+            _Piece([n], s.start, s.end, [0]) for n, s in zip(piece.numbers, steps, strict=True)
+        ]
+        return [(device_bytes(part), one) for part, one in zip(parts, alone, strict=True)]
 
     def _to_slot(self, numbers: Sequence[int]) -> Callable[[], None] | None:
         """Copy into the slot; return what puts back the bytes between, which are copied over."""
@@ -613,11 +604,9 @@ class DeviceSamples:
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the samples of local tensors on the current stream."""
-        parts = []
-        for tensor in tensors:
-            parts.append(sampled_bytes(tensor))
-            self._of.append(tensor)
-            self._sizes.append(parts[-1].numel())
+        parts = [sampled_bytes(tensor) for tensor in tensors]
+        self._of += tensors
+        self._sizes += [part.numel() for part in parts]
         if parts:
             self._taken.append(torch.cat(parts))
 
@@ -630,11 +619,9 @@ class DeviceSamples:
         """Digest what was fetched, once that is done."""
         if self._host is None:
             return
-        raw = self._host.numpy()
-        at = 0
-        for tensor, size in zip(self._of, self._sizes, strict=True):
-            samples.put(tensor, digest_of_sample(raw[at : at + size]))
-            at += size
+        parts = np.split(self._host.numpy(), np.cumsum(self._sizes)[:-1])
+        for tensor, part in zip(self._of, parts, strict=True):
+            samples.put(tensor, digest_of_sample(part))
 
 
 class FirstBytesWatch:

@@ -19,7 +19,7 @@ from ckptd.checkpoint.root.leases import (
     Hold,
     expired,
     hold,
-    hold_latest,
+    hold_step,
     leases,
     renewed,
 )
@@ -141,13 +141,13 @@ def test_expiry_allows_for_clocks() -> None:
 
 
 def held_latest(catalogue: Catalogue) -> Hold:
-    held = hold_latest(catalogue)
+    held = hold_step(catalogue, None)
     assert isinstance(held, Hold)
     return held
 
 
 def test_hold_latest(catalogue: Catalogue) -> None:
-    assert hold_latest(catalogue) is None
+    assert hold_step(catalogue, None) is None
     name = save(catalogue, 1, 1)
     with held_latest(catalogue) as held:
         assert held.commit.name == name
@@ -174,7 +174,7 @@ def test_hold_latest_takes_the_next_when_one_is_replaced() -> None:
 def test_hold_latest_gives_up(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "latest", lambda: CommitName(5, 1))
     with pytest.raises(ConflictError) as info:
-        hold_latest(catalogue)
+        hold_step(catalogue, None)
     assert info.value.kind == "busy"
 
 

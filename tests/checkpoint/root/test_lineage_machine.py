@@ -20,7 +20,7 @@ from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root import index as marks
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import GcPlan, apply_retention, plan_gc, run_gc
-from ckptd.checkpoint.root.leases import Hold, Unheld, hold, hold_latest
+from ckptd.checkpoint.root.leases import Hold, Unheld, hold, hold_step
 from ckptd.checkpoint.root.policy import Keep, select
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
 from ckptd.store.base import FaultRule, FaultSpec, Store
@@ -169,7 +169,7 @@ class LineageMachine(RuleBasedStateMachine):
     # -- saves ---------------------------------------------------------------------------------
 
     def held_latest(self, catalogue: Catalogue) -> Hold | None:
-        held = hold_latest(catalogue)
+        held = hold_step(catalogue, None)
         assert not isinstance(held, Unheld)  # its lease can be written
         return held
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -656,19 +657,16 @@ def _digest(batch: Any) -> str:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    parts = {id(part): part for part in _parts(loader)}
-    for part in parts.values():
-        function = getattr(part, "set_epoch", None)
-        if callable(function):
+    for part in {id(part): part for part in _parts(loader)}.values():
+        if callable(function := getattr(part, "set_epoch", None)):
             function(epoch)
 
 
 def _batch_size(loader: Any) -> int | None:
-    for part in (loader, getattr(loader, "batch_sampler", None)):
-        size = getattr(part, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None
+    sizes = (
+        getattr(p, "batch_size", None) for p in (loader, getattr(loader, "batch_sampler", None))
+    )
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _position_of(state: Any, kind: _Kind) -> _Position:
@@ -749,12 +747,8 @@ class _Skipping:
         self._skip = skip
 
     def __iter__(self) -> Iterator[Any]:
-        inner = iter(self._sampler)
         skip, self._skip = self._skip, 0
-        for _ in range(skip):
-            if next(inner, _END) is _END:
-                return
-        yield from inner
+        yield from islice(self._sampler, skip, None)
 
     def __len__(self) -> int:
         return len(self._sampler)
