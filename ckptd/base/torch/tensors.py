@@ -279,6 +279,7 @@ def memory_of(
         [*map(of("size"), locals)],
         [*map(of("stride"), locals)],
         dtypes,
+        [*map(type, wholes)],  # which a program can set in place
         # The bits of a view change what is read and not where.
         bytes(map(of("is_conj"), locals if lazy else ())),
         bytes(map(of("is_neg"), locals)),
