@@ -266,12 +266,14 @@ class _Run:
         ConflictError
             Another controller of this job was faster, or has taken over.
         """
-        hears, knows = machine.hears(time.monotonic(), _HEARD_S)
+        hears, knows = machine.hears(time.monotonic(), _HEARD_S, linked=True)
         end = time.monotonic() + _OTHERS_S
         while knows - hears > hears and time.monotonic() < end:
             with suppress(StoreError):
                 await asyncio.to_thread(outlook.look)
-            hears, knows = machine.hears(time.monotonic(), _HEARD_S)  # and what came meanwhile
+            hears, knows = machine.hears(
+                time.monotonic(), _HEARD_S, linked=True
+            )  # and what came meanwhile
             if outlook.silent() > hears:
                 raise ConflictError(
                     "most live nodes cannot reach this controller: it ends, and one of them starts "

@@ -218,13 +218,13 @@ class StateMachine:
         failed += [self._accused[1]] if self._accused is not None else []
         return any(name != node for name in failed)
 
-    def hears(self, now: float, within_s: float) -> tuple[int, int]:
+    def hears(self, now: float, within_s: float, *, linked: bool = False) -> tuple[int, int]:
         """Return how many nodes reported in the last `within_s` seconds, and how many should.
 
         For a controller that has just begun all nodes count as heard: they are on their way to it.
         So do launchers that are being replaced. Without that, a single node that is cut off takes
-        the place of a controller whose launchers all restart. A node whose connection broke is not
-        heard: where only one way of a network is cut, its last words came a moment before.
+        the place of a controller whose launchers all restart. With `linked`, a node without a
+        connection is not heard: where one way of a network is cut, its last words came just before.
         """
         # Not by the members: a generation that is being decided has left some of them out already.
         known = [node for node in self.nodes if node.up or now - node.seen < _LIVED_S]
@@ -233,7 +233,8 @@ class StateMachine:
             return knows, knows
         replaced = now < self._relaunch_until
         heard = sum(
-            (node.up and now - node.seen < within_s) or (replaced and node.asked == node.life)
+            (now - node.seen < within_s and (node.up or not linked))
+            or (replaced and node.asked == node.life)
             for node in known
         )
         return heard, len(known)

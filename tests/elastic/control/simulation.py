@@ -259,7 +259,7 @@ class World(Nodes):
         known = any(n.alive and (n.running or n.fenced) for n in self.nodes.values())
         if self.log_lost and known:
             raise Violation(f"generation {record.generation} was begun over a log that was lost")
-        hears, knows = boss.machine.hears(self.now + boss.ahead, 2.0)
+        hears, knows = boss.machine.hears(self.now + boss.ahead, 2.0, linked=True)
         if knows - hears > hears and len(self.silent()) > hears:
             self.counts["yielded"] += 1
             del self.bosses[boss.life]

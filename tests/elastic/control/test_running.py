@@ -20,7 +20,7 @@ class Machine:
     def __init__(self) -> None:
         self.heard_at = time.monotonic()
 
-    def hears(self, now: float, within_s: float) -> tuple[int, int]:
+    def hears(self, now: float, within_s: float, *, linked: bool = False) -> tuple[int, int]:
         return (NODES if now - self.heard_at < within_s else 0), NODES
 
 

@@ -233,7 +233,8 @@ def test_a_node_whose_connection_broke_is_not_heard_though_it_spoke_a_moment_bef
     assert d.machine.hears(d.now, 2.0) == (4, 4)
     for name in "bcd":
         d.hear(NodeLost(node=name))
-    assert d.machine.hears(d.now, 2.0) == (1, 4)
+    assert d.machine.hears(d.now, 2.0, linked=True) == (1, 4)
+    assert d.machine.hears(d.now, 2.0) == (4, 4), "signs for launchers change no sooner"
 
 
 def test_who_wakes_up_with_old_workers_is_fenced(driver: Driver) -> None:
