@@ -7,18 +7,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from ckptd.base.net.http import HttpClient
 from ckptd.errors import StoreError, TransientStoreError, UsageError
+from tests.httpserver import HttpServer
 from tests.processes import PATIENCE_S
 
 _SLOW_S = 1.0
 
 
-class Server(ThreadingHTTPServer):
+class Server(HttpServer):
     """Answers ``/N`` with N bytes, ``/events`` with two events, and counts connections.
 
     ``/slow`` is answered late, and ``/stream`` does not end before the client closes it.

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from ckptd.base.net.signing import (
@@ -26,6 +26,7 @@ from ckptd.monitor.report import (
     unpack_evidence,
     unpack_report,
 )
+from tests.httpserver import HttpServer
 
 SECRET = b"a secret of tests, long enough"
 
@@ -42,8 +43,7 @@ class Daemon:
         self.refused = 0
         self.garbage: Callable[[Any], bool] | None = None
         """Takes the request's handler; whether it has answered it itself."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self._server.daemon_threads = True
+        self._server = HttpServer(("127.0.0.1", port), _handler(self))
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,14 @@ import pytest
 from ckptd.errors import UsageError
 from ckptd.monitor.daemon.webhook import SIGNATURE_HEADER, Webhook, sign_hook
 from ckptd_simulated.feed import PlantedAt
+from tests.httpserver import HttpServer
 from tests.monitor.daemon.daemons import JOB, fed, running
 from tests.processes import until
 
 KEY = b"key of the hook"
 
 
-class Receiver(ThreadingHTTPServer):
+class Receiver(HttpServer):
     """Takes POSTs; answers with the statuses it was given, then with 204."""
 
     def __init__(self, *statuses: int) -> None:

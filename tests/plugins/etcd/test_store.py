@@ -23,6 +23,7 @@ from ckptd.errors import ConflictError, CorruptError, StoreError, TransientStore
 from ckptd.store import Store, StoreSpec, open_store
 from ckptd.testing.store import StoreContract
 from tests.elastic.test_membership import record
+from tests.httpserver import HttpServer
 from tests.plugins.etcd.server import etcd as etcd
 from tests.processes import free_port
 
@@ -171,7 +172,7 @@ def _answering(answer: str | Callable[[bytes], str]) -> Iterator[Store]:
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as server:
+    with HttpServer(("127.0.0.1", 0), Nonsense) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:

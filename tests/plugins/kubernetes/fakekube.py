@@ -14,11 +14,12 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
+from tests.httpserver import HttpServer
 from tests.plugins.kubernetes.fakekubelet import Kubelet
 
 __all__ = ["FakeKube"]
@@ -114,8 +115,7 @@ class FakeKube:
         for name in machines:
             ready = {"type": "Ready", "status": "True"}
             self.put("nodes", {"metadata": {"name": name}, "status": {"conditions": [ready]}})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
+        self._server = HttpServer(("127.0.0.1", 0), _handler(self))
         if tls is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*tls)

@@ -239,7 +239,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tensors are packed over bytes that are not in place yet",
         "ondevice",
-        "                    and all(is_placed(n) for n in range(last + 1, number))\n",
+        " and all(map(is_placed, between))",
         "",
         ("fuzz",),
     ),
