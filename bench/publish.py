@@ -131,13 +131,17 @@ def layers_of(gb: float) -> int:
 
 
 def whole(number: int, shape: tuple[int, ...], step: int) -> torch.Tensor:
-    """Return a tensor's values at a step: no two rows, tensors or steps are alike."""
-    start = 7919 * number + 104729 * step
-    rows = torch.arange(start, start + shape[0]).remainder(32749).to(torch.int16)
-    out = rows.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
-    if len(shape) > 1:
-        out += torch.arange(shape[1], dtype=torch.int16)
-    return out.view(torch.bfloat16)
+    """Return a tensor's values at a step: no two rows, tensors or steps are alike.
+
+    Nor does their difference compress, as it would if a step added a number to each.
+    """
+    row = [shape[0], *[1] * (len(shape) - 1)]
+    of_step = torch.Generator().manual_seed(1_000_003 * number + step)
+    factors, more = torch.randint(-(1 << 15), 1 << 15, (2, *row), generator=of_step)
+    of_tensor = torch.Generator().manual_seed(number)
+    columns = torch.randint(-(1 << 15), 1 << 15, shape[1:], generator=of_tensor)
+    factors, more, columns = (x.to(torch.int16) for x in (factors | 1, more, columns))
+    return factors.mul(columns).add_(more).view(torch.bfloat16)
 
 
 def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
@@ -403,11 +407,13 @@ class Bench:
         if self.trainer is not None:
             self.trainer.set(1)
         self.ours(False)
+        dist.barrier()  # else a worker that asks late finds the next version
         for step in (2, 3):  # the first of them shows what stays as it is
             self.step = step
             if self.trainer is not None:
                 self.trainer.set(step, ".lora")
             found = self.ours(False, ".lora")
+            dist.barrier()
         if self.worker is not None:
             wrong = self.worker.wrong(3, ".lora")
             assert not wrong, wrong[:3]
