@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Block
 from ckptd.base.runtime.copier import copy_values
 from ckptd.base.runtime.spare import SPARE
-from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError, first_few
 from ckptd.lay.agree import agreed
 from ckptd.lay.bind import FilledGlobs, bind_sizes, with_globs
 from ckptd.lay.copies import Composition
@@ -624,7 +624,7 @@ class _Giver:
             raise MismatchError(
                 "the publisher's layout names tensors that its state lacks",
                 kind="lay-fit",
-                where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
+                where=first_few(missing),
                 hint="compare the layout with the state that the trainer publishes",
             )
         self._pieces: list[Sequence[PartBlock]] = [

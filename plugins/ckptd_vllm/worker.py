@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import ckptd
-from ckptd.errors import DeadlineError, UsageError
+from ckptd.errors import DeadlineError, UsageError, first_few
 from ckptd_vllm.layouts import rollout_layout
 
 __all__ = ["CkptdInitInfo", "CkptdUpdateInfo", "CkptdWeightTransferEngine"]
@@ -232,7 +232,7 @@ def _unprocessed(
     if derived:
         raise UsageError(
             "parameters cannot be written in place: vLLM has computed others of them",
-            where=", ".join(derived[:4]) + (" ..." if len(derived) > 4 else ""),
+            where=first_few(derived, 4),
             hint="in_place=False",
         )
     live = {n: p.data for n, p in model.named_parameters()}
@@ -244,7 +244,7 @@ def _unprocessed(
     if other:
         raise UsageError(
             "parameters cannot be written in place: vLLM does not keep them as it loads them",
-            where=", ".join(other[:4]) + (" ..." if len(other) > 4 else ""),
+            where=first_few(other, 4),
             hint="in_place=False",
         )
     return live

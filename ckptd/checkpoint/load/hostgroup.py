@@ -40,6 +40,7 @@ from ckptd.base.runtime.ranks import (
     agree,
     identity,
     liveness,
+    posted,
     wait,
 )
 from ckptd.checkpoint.load.plan import BlockLine, N
@@ -451,7 +452,7 @@ class HostGroup:
         From here on the processes of the others are known, so that a dead one is noticed at once.
         """
         post = msgspec.msgpack.encode((encode_runs(runs), budgets, files, identity()))
-        posts = [_posts.decode(raw) for raw in self.exchange("needs", post)]
+        posts = [posted(_posts, raw) for raw in self.exchange("needs", post)]
         for peer, (_, _, _, process) in enumerate(posts):
             if peer != self.local_rank:
                 self._alive[peer] = liveness(process)

@@ -20,7 +20,7 @@ from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
 from ckptd.base.runtime.agentlink import AgentPlace
 from ckptd.base.runtime.announcements import Announcements
 from ckptd.base.runtime.host import host_id
-from ckptd.base.runtime.ranks import Board
+from ckptd.base.runtime.ranks import Board, posted
 from ckptd.base.torch.ranks import Agreement, bind_address, host_members
 from ckptd.checkpoint.load.union import UnionSource
 from ckptd.checkpoint.root.opening import served_spec
@@ -245,7 +245,7 @@ class Nearby:
             # The report of a rank that has no agent is not waited for.
             report = self._agreement.on_every_rank(lambda: self._report(client))
             raw = self._agreement.all_reports("agents", msgspec.json.encode(report), _tabulate)
-            table = _tables.decode(raw)
+            table = posted(_tables, raw)
             own, self._nodes, self._former = report.node, table.nodes, table.former
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
         if again:  # so that not every node's is read again
@@ -266,9 +266,8 @@ class Nearby:
             name = board.peek(f"{_AGAIN}/{number}")
             if name is None:  # it is just being announced
                 return
-            raw = board.peek(self._key(name.decode()))
-            if raw is not None:
-                self._nodes[name.decode()] = _nodes.decode(raw)
+            if (raw := board.peek(self._key(name.decode()))) is not None:
+                self._nodes[name.decode()] = posted(_nodes, raw)
             self._replaced_read = number
 
     def _report(self, client: WriterClient) -> _Report:
@@ -308,7 +307,7 @@ class Nearby:
         if chosen is None:
             return False
         raw = self._agreement.board.peek(self._key(chosen))
-        node = self._nodes[chosen] if raw is None else _nodes.decode(raw)
+        node = self._nodes[chosen] if raw is None else posted(_nodes, raw)
         if node == self._partner or not node.memory:
             return False
         self._nodes[chosen] = self._partner = node

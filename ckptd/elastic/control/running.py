@@ -266,14 +266,16 @@ class _Run:
         ConflictError
             Another controller of this job was faster, or has taken over.
         """
-        hears, knows = machine.hears(time.monotonic(), _HEARD_S, linked=True)
+
+        def counted() -> tuple[int, int]:
+            return machine.hears(time.monotonic(), _HEARD_S, linked=True)
+
+        hears, knows = counted()
         end = time.monotonic() + _OTHERS_S
         while knows - hears > hears and time.monotonic() < end:
             with suppress(StoreError):
                 await asyncio.to_thread(outlook.look)
-            hears, knows = machine.hears(
-                time.monotonic(), _HEARD_S, linked=True
-            )  # and what came meanwhile
+            hears, knows = counted()  # nodes may have reported meanwhile
             if outlook.silent() > hears:
                 raise ConflictError(
                     "most live nodes cannot reach this controller: it ends, and one of them starts "

@@ -32,7 +32,7 @@ from ckptd.base.runtime.ownership import (
     not_within,
     one_at_a_time,
 )
-from ckptd.base.runtime.ranks import Board
+from ckptd.base.runtime.ranks import Board, error_fields, posted
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.base.torch.tensors import dtype_name
@@ -44,7 +44,7 @@ from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, captured
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
-from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
+from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.elastic.torch.session.elastichooks import abandonable, let_be
 from ckptd.errors import (
     CkptdError,
@@ -318,11 +318,11 @@ class Publisher(OfOneProcess):
         """Give rank 0 the entries of all; return that of rank 0's server."""
 
         def gather(reports: list[bytes]) -> bytes:
-            self._others = tuple(_entries.decode(r) for r in reports)
+            self._others = tuple(posted(_entries, r) for r in reports)
             return reports[0]
 
         raw = self._agreement.all_reports("publishers", msgspec.json.encode(entry), gather)
-        leader = _entries.decode(raw)
+        leader = posted(_entries, raw)
         if self._board.rank:
             self._client.send(SetLeader(leader))
         return leader
@@ -630,7 +630,7 @@ class Publisher(OfOneProcess):
     def _is_whole(self, number: int) -> bool:
         """Whether workers get a version; raises where they never will."""
         raw = self._board.peek(_SETTLED)
-        whole, dropped = ((), ()) if raw is None else _settled.decode(raw)
+        whole, dropped = ((), ()) if raw is None else posted(_settled, raw)
         if number in dropped:
             raise SaveError(
                 "publishing failed on another rank",
@@ -656,7 +656,7 @@ class Publisher(OfOneProcess):
         """Raise what a rank lost its server with."""
         lost = self._board.peek(_LOST)
         if lost is not None:
-            raise CkptdError.from_dict(ANYTHING.decode(lost))
+            raise CkptdError.from_dict(posted(error_fields, lost))
 
     def _read(
         self, number: int, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead]

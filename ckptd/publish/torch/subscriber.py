@@ -36,6 +36,7 @@ from ckptd.errors import (
     NotFoundError,
     TransientStoreError,
     UsageError,
+    first_few,
 )
 from ckptd.lay.local import local_tensors
 from ckptd.publish.carrier import SlotReader, WeightCarrier
@@ -569,7 +570,7 @@ class Subscriber(OfOneProcess):
             raise MismatchError(
                 "scales are missing for tensors that the layout declares quantized",
                 kind="lay-fit",
-                where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
+                where=first_few(missing),
             )
         return {ours: found[n] for ours, n in names.items()}
 

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Fill
 from ckptd.base.grids.clip import clip_fill
 from ckptd.base.grids.lattice import reach
-from ckptd.base.runtime.ranks import Board, Peers
-from ckptd.decoding import ANYTHING
+from ckptd.base.runtime.ranks import Board, Peers, error_fields, posted
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, MismatchError, UsageError
 from ckptd.lay.live import Transfers
 from ckptd.lay.syntax import Average
@@ -111,9 +110,8 @@ class MoveWatch:
 
     def look(self, peer: int | None = None) -> None:
         """Raise what another rank posted, or that `peer` is gone."""
-        posted = self.board.peek(f"{self._key}/failed")
-        if posted is not None:
-            raise CkptdError.from_dict(ANYTHING.decode(posted))
+        if (raw := self.board.peek(f"{self._key}/failed")) is not None:
+            raise CkptdError.from_dict(posted(error_fields, raw))
         if peer is not None and not self._peers.runs(peer):
             raise gone(peer, "its process has ended")
 
@@ -132,9 +130,8 @@ class MoveWatch:
         """Tell all others why this rank fails; return the first failure of all."""
         if self.board.world == 1:
             return error
-        posted = self.board.peek(f"{self._key}/failed")
-        if posted is not None:
-            return CkptdError.from_dict(ANYTHING.decode(posted))
+        if (raw := self.board.peek(f"{self._key}/failed")) is not None:
+            return CkptdError.from_dict(posted(error_fields, raw))
         self.board.set(f"{self._key}/failed", msgspec.json.encode(error.to_dict()))
         return error
 

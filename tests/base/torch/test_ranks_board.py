@@ -19,6 +19,7 @@ from ckptd.base.runtime.ranks import Peers
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, host_count
 from ckptd.checkpoint.save.tiers import Local, Memory, Peer
 from ckptd.errors import CorruptError, DeadlineError, RefusedError, UsageError
+from ckptd.reshard.live.move import MoveWatch
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S
 
@@ -58,6 +59,7 @@ ASKED: dict[str, tuple[int, Callable[[JobBoard], object]]] = {
     "agree/1/errors/all": (1, lambda board: Agreement(board, 1.0).no_errors(None)),
     "agree/1/errors/1": (0, lambda board: Agreement(board, 1.0).no_errors(None)),
     "agree/process/0": (1, lambda board: Peers(board, "agree").runs(0)),
+    "move/failed": (1, lambda board: MoveWatch(board, "move", 1.0).look()),
     "due/1": (1, lambda board: Announcements(board).word(lambda _: "", None)),
 }
 

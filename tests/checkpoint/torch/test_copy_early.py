@@ -174,7 +174,7 @@ def test_a_leaf_that_was_replaced_is_looked_at_by_its_name(
 def test_leaves_in_another_order_are_looked_at_by_their_own(
     saves: Saves, one_by_one: list[int]
 ) -> None:
-    """Two have the same tensors, and their numbers differ: one is told by its own number."""
+    """Two states have the same tensors under other numbers; each is looked up by its own."""
     turned = dict(reversed(saves.state.items()))
     flattener = Flattener()
     for _ in range(2):

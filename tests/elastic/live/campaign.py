@@ -175,7 +175,7 @@ def misread(faults: Sequence[str], causes: Sequence[str]) -> list[str]:
         after = next((kinds for sign, kinds in _SIGNS.items() if sign in cause), ())
         mine = [fault for fault in faults if fault.partition(": ")[2].startswith(after)]
         hurt = {word for fault in mine for word in fault.split()}
-        # Of what followed from the loss of a node, and is told with it, others are the nodes.
+        # A cause that names a lost node goes on with what followed on other nodes: leave that out.
         told = re.sub(r"n\d: .*; (?=no heartbeat)|: rank .*|(?s:; a worker on .*)", "", cause)
         named = set(re.findall(r"\bn\d\b", told))
         anywhere = any(fault.endswith(("full disk", "kill zygote")) for fault in mine)

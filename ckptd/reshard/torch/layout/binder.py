@@ -19,11 +19,12 @@ import msgspec
 import numpy as np
 
 from ckptd.base.digest import digest_hex
+from ckptd.base.runtime.ranks import error_fields, posted
 from ckptd.base.torch.ranks import Agreement
 from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves
-from ckptd.decoding import ANYTHING, json_decoder, msgpack_decoder
+from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.bind import bind_ranks, bind_stored
 from ckptd.lay.local import BoundTensor, local_tensors
@@ -415,14 +416,14 @@ class BoundLayout:
         def tabulate(reports: list[bytes]) -> bytes:
             failed = next((r for r in reports if r.startswith(b"!")), None)
             if failed is not None:
-                raise CkptdError.from_dict(ANYTHING.decode(failed[1:]))
+                raise CkptdError.from_dict(posted(error_fields, failed[1:]))
             ranks: dict[str, list[int]] = {}
             for rank, digest in enumerate(reports):
                 ranks.setdefault(digest.decode(), []).append(rank)
             return msgspec.json.encode(ranks)
 
         raw = self.agreement.all_reports("layout", report, tabulate)
-        table = _groups.decode(raw)
+        table = posted(_groups, raw)
         if table[own][0] == board.rank and board.world > 1:
             board.set(f"layout/{own}", post)
         out = {}
