@@ -27,6 +27,8 @@ import common
 
 SAVING = ("ckptd/checkpoint", "ckptd/base", "ckptd/store")
 PEERS = '"ckptd,torch.save,DCP save,DCP async thread,DCP async process async staging'
+RESTARTS = "--system ckptd-run --system ckptd-run-watched --system ckptd-session"
+RESTARTS += " --system ckptd-torchrun --system torchrun --system torchrun-tuned"
 HEADLINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "first": ("first.py --reps 5", SAVING),
     "save_load": (
@@ -46,7 +48,7 @@ HEADLINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "publish": ("publish.py --gb 1 --reps 5 --steps 20", ("ckptd/publish", "ckptd/base")),
     "recorder": ("recorder.py --reps 5", ("ckptd/monitor",)),
     "daemon": ("daemon.py", ("ckptd/monitor",)),
-    "elastic": ("elastic.py", ("ckptd/elastic",)),
+    "elastic": (f"elastic.py --reps 5 {RESTARTS}", ("ckptd/elastic",)),
 }
 """Tables: how each is measured, and the code that it measures."""
 UNTOLD = frozenset({"elastic"})

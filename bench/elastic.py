@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import RESULTS, provenance, publish, table
+from common import RESULTS, command, provenance, publish, table
 from elastic_systems import SYSTEMS, Run
 
 _START_S = 120.0
@@ -335,7 +335,7 @@ def report(data: dict[str, Any]) -> None:
         "train on. Pause: what training stood still by the controller's account, where a script "
         "tells of its steps.\n\n"
     )
-    publish("elastic", "python bench/elastic.py", text + table(head, rows), data)
+    publish("elastic", command(), text + table(head, rows), data)
 
 
 def report_peers(data: dict[str, Any]) -> None:
@@ -363,8 +363,8 @@ def report_peers(data: dict[str, Any]) -> None:
         f"pre-empted by SIGTERM to its launcher. torchft's ranks that are left go on with the next "
         f"step; where two are to train, it counts from the first step of both.\n\n"
     )
-    command = "BENCH_PEERS=DIR python bench/elastic.py --peers"
-    publish("elastic_peers", command, text + table(["fault", *ALL, "load average"], rows), data)
+    how = "BENCH_PEERS=DIR python bench/elastic.py --peers"
+    publish("elastic_peers", how, text + table(["fault", *ALL, "load average"], rows), data)
 
 
 def main() -> None:

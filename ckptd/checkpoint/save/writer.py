@@ -377,11 +377,12 @@ class SaveWriter:
     def _bring_into_cache(self, save: SaveRequest, plan: RankPlan) -> None:
         """Have what was written past the page cache in it, for a load on this host, if it has room.
 
-        Several ranks may share the host, and none knows of the others: so it is an eighth.
+        Half of what is available is left alone. Several ranks may share the host, and none knows
+        of the others: so it is an eighth then.
         """
         path = self._store.local_path(file_key(save.folder, plan.rank))
-        small = plan.data_bytes <= plan.small_bytes
-        if path is None or not (small or plan.data_bytes < available_bytes() // 8):
+        size, part = plan.data_bytes, 2 if plan.is_alone else 8
+        if path is None or not (size <= plan.small_bytes or size < available_bytes() // part):
             return
         until: float | None = None
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptd.base.runtime.channel import queue_pair
 from ckptd.checkpoint.save import writer
-from ckptd.checkpoint.save.messages import Response
+from ckptd.checkpoint.save.messages import Response, SaveRequest
+from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.checkpoint.save.writer import SaveWriter
 from ckptd.errors import StoreError
 from ckptd.store import StoreSpec, open_store
@@ -70,6 +72,26 @@ def test_only_the_newest_save_is_read_behind(root: str, monkeypatch: pytest.Monk
         until(lambda: len(asked) == step)  # noqa: B023 - asked within this round
     assert [wanted() for wanted in asked] == [False, True]
     job.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "part", "read"), [(1, 2.1, True), (1, 2.0, False), (2, 8.1, True), (2, 8.0, False)]
+)
+def test_what_is_read_behind_leaves_room(
+    root: str, monkeypatch: pytest.MonkeyPatch, world: int, part: float, read: bool
+) -> None:
+    """A rank that is alone takes less than half of the memory; one of several knows no others."""
+    asked: list[str] = []
+    monkeypatch.setattr(writer, "bring_into_cache", lambda path, _: asked.append(path))
+    plan = plan_of({"w": (2 << 20,)}, world)
+    share = RankPlan(plan, 0)
+    assert share.data_bytes > share.small_bytes
+    monkeypatch.setattr(writer, "available_bytes", lambda: int(share.data_bytes * part))
+    worker = SaveWriter(queue_pair()[0])
+    worker._store = StoreSpec(root).open()
+    worker._bring_into_cache(SaveRequest(1, 1, "0001", job=1), share)
+    worker._store.close()
+    assert bool(asked) is read
 
 
 def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
