@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from common import RESULTS, command, provenance, publish, table
 from elastic_systems import SYSTEMS, Run
 
@@ -238,7 +239,7 @@ def _measured(run: Run, case: Case, struck: float) -> dict[str, Any]:
     time.sleep(_RATE_S)
     if run.system in OURS:
         recoveries = run.operator().status().recoveries
-        out["controller"] = recoveries[-1] if recoveries else None
+        out["controller"] = msgspec.to_builtins(recoveries[-1]) if recoveries else None
     out["rate"], out["world"] = _rate(run, step), step["world"]
     return out
 

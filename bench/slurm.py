@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import msgspec
 from common import arguments, median, publish, table
 
 from ckptd.elastic.operator import OperatorLink
@@ -143,7 +144,8 @@ def status(job: Job) -> dict[str, Any]:
         recoveries = link.status().recoveries
     finally:
         link.close()
-    return dict(recoveries[-1]) if recoveries else {}
+    found: dict[str, Any] = msgspec.to_builtins(recoveries[-1]) if recoveries else {}
+    return found
 
 
 def tell(data: dict[str, list[dict[str, Any]]], command: str) -> None:

@@ -13,7 +13,7 @@ know.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -744,6 +744,64 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     sick: tuple[str, ...] = ()
 
 
+class Recovery(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={"before": "from", "after": "to", "import_": "import"},
+):
+    """One restart, from the last sign that all was well to the next committed step; seconds.
+
+    The parts add up to `total`. A part that was not reported is 0: its time is in the next one.
+
+    Attributes
+    ----------
+    at
+        Seconds since 1970 at which it was over.
+    cause
+        Why, in a few words.
+    planned
+        Whether it was ordered; of a planned one, the time of the save before it is not counted:
+        ranks train meanwhile.
+    before, after
+        The generations; in other encodings ``from`` and ``to``.
+    level
+        How deep it went.
+    detect, fence, plan
+        Until the controller knew; until no rank of the old one ran; until there was a layout.
+    spawn, import_, init, load, first_step
+        Until the slowest rank had its process, its imports, its process group, its state, and until
+        a step was committed.
+    again
+        Attempts that failed on the way.
+    parked
+        Time for which the job was paused meanwhile.
+    total
+        All of it.
+    steps_lost
+        Steps that were made again; null if no rank reported its steps.
+    """
+
+    at: float
+    cause: str
+    planned: bool
+    before: int
+    after: int
+    level: int
+    detect: float = 0.0
+    fence: float = 0.0
+    plan: float = 0.0
+    spawn: float = 0.0
+    import_: float = 0.0
+    init: float = 0.0
+    load: float = 0.0
+    first_step: float = 0.0
+    again: float = 0.0
+    parked: float = 0.0
+    total: float = 0.0
+    steps_lost: int | None = None
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that people see of a job that can restart.
 
@@ -768,7 +826,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     nodes
         Sorted by name.
     recoveries
-        The last 100, the oldest first: the fields of `ckptd.elastic.control.history.Recovery`.
+        The last 100, the oldest first.
     goodput
         Seconds of each kind: those of `ckptd.elastic.control.history.Goodput`.
     told
@@ -798,7 +856,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     world: int
     planned: Shape
     nodes: tuple[NodeRow, ...]
-    recoveries: tuple[dict[str, Any], ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
     goodput: dict[str, float] = {}
     told: tuple[str, ...] = ()
     log: str = ""

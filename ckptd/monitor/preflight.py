@@ -161,7 +161,7 @@ def _counted(models: Sequence[str]) -> str:
 
 _FIGURES: dict[str, tuple[Callable[[MachineTest], float], float, str]] = {
     "compute": (lambda m: m.compute_s, 1e3, "ms a matrix product"),
-    "memory": (lambda m: 1e9 / m.copy_bytes_per_s, 1.0, "s to copy a GB"),
+    "memory": (lambda m: 1e9 / max(m.copy_bytes_per_s, 1.0), 1.0, "s to copy a GB"),
     "disk": (lambda m: m.disk_s, 1e3, "ms to write and sync 4 MiB"),
 }
 
@@ -364,7 +364,8 @@ def _ring(nodes: int) -> Iterator[list[Pair]]:
 def islands(nodes: Iterable[int], probes: Iterable[PairProbe]) -> list[list[int]]:
     """Return the sets of nodes that reach each other, over others if need be; the largest first.
 
-    Of two that are as large, the one with the lower node comes first.
+    Of two that are as large, the one with the lower node comes first. Probes of other nodes, which
+    may have been lost since, say nothing.
     """
     parent = {node: node for node in nodes}
 
@@ -374,7 +375,7 @@ def islands(nodes: Iterable[int], probes: Iterable[PairProbe]) -> list[list[int]
         return node
 
     for probe in probes:
-        if not probe.cut:
+        if not probe.cut and {probe.source, probe.to} <= parent.keys():
             low, high = sorted((root(probe.source), root(probe.to)))
             parent[high] = low
     found: dict[int, list[int]] = {}

@@ -147,13 +147,16 @@ def test_screens(name: str, columns: int) -> None:
 CONTROLLED = """
 from ckptd.cli.terminal import printing
 from ckptd.elastic.cli.ctl import _show
-from ckptd.elastic.messages import NodeRow, Status
+from ckptd.elastic.messages import NodeRow, Recovery, Status
 from ckptd.elastic.policy import Shape
 cause = "a worker on n2 ended with -9: rank 1: SIGKILL from another process; "
 cause += "the kernel recorded no OOM kill"
 sick = ("slot 3: the device fails: lost",)
-parts = dict(detect=0.0, fence=0.03, plan=0.01, spawn=0.06, init=0.21, load=0.32, total=4.82)
-parts |= {"import": 0.2, "first_step": 4.2}
+recovery = Recovery(
+    at=1_790_000_010.0, cause=cause, planned=False, before=2, after=3, level=1, detect=0.0,
+    fence=0.03, plan=0.01, spawn=0.06, import_=0.2, init=0.21, load=0.32, first_step=4.2,
+    total=4.82, steps_lost=0,
+)
 nodes = [
     NodeRow(name="n1", up=True, slots=8, running=3),
     NodeRow(name="n2", up=True, slots=7, faults=1, spare=True, sick=sick),
@@ -163,7 +166,7 @@ with printing():
     _show(Status(
         job="llm-7b", state="running", reason="", since=1_790_000_000.0, at=1_790_000_060.0,
         generation=3, step=12_345, shape=Shape(1, 8, 1), world=8, planned=Shape(1, 24, 1),
-        nodes=tuple(nodes), recoveries=({"level": 1, "cause": cause, "steps_lost": 0} | parts,),
+        nodes=tuple(nodes), recoveries=(recovery,),
         goodput={"useful": 97.1, "lost": 1.2, "restarting": 1.0, "waiting": 0.7},
         told=("n3 is left out: 3 faults in an hour; ckptd ctl add n3 takes it back, "
               "once it is well",),

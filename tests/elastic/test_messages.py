@@ -33,6 +33,7 @@ from ckptd.elastic.messages import (
     OrderKind,
     Progress,
     RankAssignment,
+    Recovery,
     SaidEvent,
     Saved,
     SaveNow,
@@ -107,7 +108,9 @@ TO_OPERATOR = [
         world=0,
         planned=Shape(),
         nodes=(NodeRow(name="a", up=True, slots=1, out_until_s=None),),
-        recoveries=({"cause": "x", "total": 1.5},),
+        recoveries=(
+            Recovery(at=1.5, cause="x", planned=False, before=1, after=2, level=1, import_=0.5),
+        ),
         goodput={"useful": 1.0},
     ),
 ]

@@ -68,7 +68,7 @@ from ckptd.store.pack import HEADER, encode_frame, load_table, table_bytes
 from ckptd_nccl import plainpickle, ras
 from tests.checkpoint.format.test_fuzz import CASES
 from tests.checkpoint.save.saving import plan_of
-from tests.fuzzing import doors
+from tests.fuzzing import cluster, doors
 from tests.fuzzing.sessions import GAP, SCRATCH, asked, served
 from tests.monitor.jobs import inside
 from tests.readers.opening import reader_in
@@ -429,6 +429,11 @@ TARGETS: dict[str, Target] = {
     "board": Target(doors.board, doors.BOARD_SEEDS),
     "controller": Target(doors.controller, doors.CONTROLLER_SEEDS),
     "node": Target(doors.node, doors.NODE_SEEDS),
+    "probed": Target(cluster.probed, cluster.PROBED_SEEDS),
+    "prober": Target(cluster.prober, cluster.PROBER_SEEDS),
+    "coordinator": Target(cluster.coordinator, cluster.COORDINATOR_SEEDS),
+    "member": Target(cluster.member, cluster.MEMBER_SEEDS),
+    "status": Target(cluster.status, cluster.STATUS_SEEDS),
     "address": Target(_addresses, [b"ckptd://host:80/a", b"[::1]:80", b"unix:/a/b"]),
     "report": Target(unpack_report, _reports()),
     "evidence": Target(unpack_evidence, [pack(EvidenceReport(job="j", source="a", number=1))]),

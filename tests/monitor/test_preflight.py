@@ -94,6 +94,7 @@ def test_islands() -> None:
     assert islands(range(6), probes) == [[0, 1, 2], [4, 5], [3]]
     assert islands([], []) == []
     assert islands([0, 1], [cut(0, 1)]) == [[0], [1]]
+    assert islands([0, 1], [probe(0, 1), probe(2, 1), probe(0, 3)]) == [[0, 1]]  # 2 and 3 are lost
 
 
 def test_a_node_that_reaches_few_is_named_and_not_its_links() -> None:

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from ckptd.base.net.signing import job_secret
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, print_text, time_text
-from ckptd.elastic.messages import NodeRow, Order, OrderKind, Status
+from ckptd.elastic.messages import NodeRow, Order, OrderKind, Recovery, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
 from ckptd.elastic.signpost import signposts
@@ -311,19 +311,19 @@ def _is(row: NodeRow) -> str:
     return "spare" if row.spare else "in use"
 
 
-_SPLITS = ("detect", "fence", "plan", "spawn", "import", "init", "load", "first_step", "total")
+_SPLITS = ("detect", "fence", "plan", "spawn", "import_", "init", "load", "first_step", "total")
 
 
-def _show_recoveries(rows: tuple[dict[str, Any], ...]) -> None:
-    def seconds(row: dict[str, Any], name: str) -> str:
-        value = row.get(name)
-        return f"{value:.2f}" if isinstance(value, int | float) else "-"
-
-    columns: dict[str, Callable[[dict[str, Any]], object]] = {
-        "LEVEL": lambda row: f"L{row.get('level', '?')}",
-        **{f">{n.upper().replace('_', ' ')}": partial(seconds, name=n) for n in _SPLITS},
-        ">LOST": lambda row: row.get("steps_lost", "-"),
+def _show_recoveries(rows: tuple[Recovery, ...]) -> None:
+    columns: dict[str, Callable[[Recovery], object]] = {
+        "LEVEL": lambda row: f"L{row.level}",
+        **{f">{n.upper().replace('_', ' ').strip()}": partial(_seconds, name=n) for n in _SPLITS},
+        ">LOST": lambda row: "-" if row.steps_lost is None else row.steps_lost,
     }
     print_rows(rows, columns)
     for row in rows:
-        print_text(f"- L{row.get('level', '?')}: {row.get('cause', '')}", 2)
+        print_text(f"- L{row.level}: {row.cause}", 2)
+
+
+def _seconds(row: Recovery, name: str) -> str:
+    return f"{getattr(row, name):.2f}"

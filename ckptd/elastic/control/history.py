@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ckptd.elastic.control.states import Move, State
-from ckptd.elastic.messages import Timed
+from ckptd.elastic.messages import Recovery, Timed
 
 MARKS = ("spawned", "imported", "initialised", "loaded", "stepped")
 """Marks that workers report, in order; each with seconds since the order to start arrived."""
@@ -130,64 +130,6 @@ class Goodput:
         self._seconds[Kind.SAVING] += saved
         self._seconds[kind] += spent - saved
         self._seconds[Kind.TRAINING] = self._saved = 0.0
-
-
-class Recovery(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    rename={"before": "from", "after": "to", "import_": "import"},
-):
-    """One restart, from the last sign that all was well to the next committed step; seconds.
-
-    The parts add up to `total`. A part that was not reported is 0: its time is in the next one.
-
-    Attributes
-    ----------
-    at
-        Seconds since 1970 at which it was over.
-    cause
-        Why, in a few words.
-    planned
-        Whether it was ordered; of a planned one, the time of the save before it is not counted:
-        ranks train meanwhile.
-    before, after
-        The generations; in other encodings ``from`` and ``to``.
-    level
-        How deep it went.
-    detect, fence, plan
-        Until the controller knew; until no rank of the old one ran; until there was a layout.
-    spawn, import_, init, load, first_step
-        Until the slowest rank had its process, its imports, its process group, its state, and until
-        a step was committed.
-    again
-        Attempts that failed on the way.
-    parked
-        Time for which the job was paused meanwhile.
-    total
-        All of it.
-    steps_lost
-        Steps that were made again; null if no rank reported its steps.
-    """
-
-    at: float
-    cause: str
-    planned: bool
-    before: int
-    after: int
-    level: int
-    detect: float
-    fence: float
-    plan: float
-    spawn: float
-    import_: float
-    init: float
-    load: float
-    first_step: float
-    again: float
-    parked: float
-    total: float
-    steps_lost: int | None
 
 
 @dataclass
@@ -387,9 +329,9 @@ class RecoveryHistory:
         return tuple(self._notes)
 
     @property
-    def recoveries(self) -> tuple[dict[str, Any], ...]:
-        """The last recoveries as plain data, the oldest first."""
-        return tuple(msgspec.to_builtins(one) for one in self._splitter.recoveries)
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """The last recoveries, the oldest first."""
+        return self._splitter.recoveries
 
     @property
     def mttr_s(self) -> float:

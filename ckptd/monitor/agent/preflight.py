@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from ckptd.base.net.address import is_loopback
 from ckptd.base.net.connection import Connection, greet_server
@@ -54,6 +55,8 @@ PURPOSE = "preflight"
 ORDER_S = 30.0
 """For one order to be done, in seconds."""
 _RETRY_S = 0.2
+_LATEST_S = 253_402_300_799.0
+"""9999-12-31, which no clock is after."""
 _CONNECT_S = 2.0
 _GREETING_S = 10.0
 
@@ -107,7 +110,7 @@ class Tested(_Message, frozen=True, tag="tested"):
 class ClockReading(_Message, frozen=True, tag="moment"):
     """Node: seconds since 1970."""
 
-    unix_s: float
+    unix_s: Annotated[float, Meta(ge=0, le=_LATEST_S)]
 
 
 class Probed(_Message, frozen=True, tag="probed"):
@@ -407,6 +410,12 @@ def _gather(listener: socket.socket, secret: bytes, plan: PreflightPlan) -> _Gat
         time.sleep(_LOOK_S)
     door.close(2 * _GREETED_S, cut=False)
     found.refused = door.counts().refused
+    _name(found)
+    return found
+
+
+def _name(found: _Gathered) -> None:
+    """Put nodes in order, name those apart that say the same, and give each an address."""
     found.nodes.sort(key=lambda n: (n.hello.rank < 0, n.hello.rank, n.hello.name))
     # The coordinator's own node may know itself by a loopback address only.
     outside = next((n.here for n in found.nodes if not is_loopback(n.here)), None)
@@ -416,7 +425,6 @@ def _gather(listener: socket.socket, secret: bytes, plan: PreflightPlan) -> _Gat
         node.name = node.hello.name if number == 1 else f"{node.hello.name}#{number}"
         if outside is not None and is_loopback(node.hello.host):
             node.hello = msgspec.structs.replace(node.hello, host=outside)
-    return found
 
 
 def _complete(nodes: Sequence[_Connected], plan: PreflightPlan) -> bool:
@@ -557,13 +565,16 @@ class _Check:
             self._probes += self._probe([p for p in pairs if not gone & set(p)]).values()
 
     def _probe(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], PairProbe]:
-        orders: dict[int, msgspec.Struct] = {}
+        orders: dict[int, PairOrder] = {}
         for source, to in pairs:
             peer = self._nodes[to].hello
             if not self._nodes[to].lost:
                 orders[source] = PairOrder(source, to, peer.host, peer.port, self._plan.probe_bytes)
-        answers = self._order(orders, _PROBED)
-        return {(a.probe.source, a.probe.to): a.probe for a in answers.values()}
+        found = {}
+        for source, answer in self._order(orders, _PROBED).items():
+            to = orders[source].to  # nobody answers for others
+            found[source, to] = msgspec.structs.replace(answer.probe, source=source, to=to)
+        return found
 
     def _unreachable(self) -> set[int]:
         cut: dict[int, int] = {}

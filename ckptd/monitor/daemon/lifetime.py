@@ -6,13 +6,12 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from ckptd.elastic.messages import Status
+from ckptd.elastic.messages import Recovery, Status
 from ckptd.errors import CkptdError
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles
@@ -279,18 +278,10 @@ class RecordedSaves:
 
 # --- recoveries -----------------------------------------------------------------------------------
 
-RECOVERY_PARTS = (
-    "detect",
-    "fence",
-    "plan",
-    "spawn",
-    "import",
-    "init",
-    "load",
-    "first_step",
-    "again",
-    "parked",
-    "total",
+RECOVERY_PARTS = tuple(
+    part.encode_name
+    for part in msgspec.structs.fields(Recovery)
+    if part.type is float and part.name != "at"
 )
 """Parts of a recovery, in their order, and all of it."""
 
@@ -326,12 +317,6 @@ def cause_class(text: str) -> str:
     return next((word for sign, word in _CLASSES if sign in lowered), "other")
 
 
-def part_of(recovery: Mapping[str, Any], part: str) -> float | None:
-    """Return the seconds of a part of a recovery; None where they are not known."""
-    value = recovery.get(part)
-    return float(value) if isinstance(value, int | float) else None
-
-
 class RecoveryCounts:
     """Counts the recoveries in a controller's statuses, which list only the last ones.
 
@@ -340,7 +325,7 @@ class RecoveryCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[Any, None] = {}
+        self._seen: dict[int, None] = {}
         self.recoveries: Counter[tuple[str, str]] = Counter()
         self.parts: dict[str, list[float]] = {}
         """By part: how many took up to each bound, then how many more; last the sum."""
@@ -352,22 +337,19 @@ class RecoveryCounts:
         with self._lock:
             self.status = status
             for recovery in status.recoveries:
-                key = recovery.get("to")
-                young = status.at - (part_of(recovery, "at") or 0.0) < _SETTLED_S
-                if key in self._seen or (young and not status.ended):
+                young = status.at - recovery.at < _SETTLED_S
+                if recovery.after in self._seen or (young and not status.ended):
                     continue
-                self._seen[key] = None
+                self._seen[recovery.after] = None
                 self._count(recovery)
             while len(self._seen) > _MOST_RECOVERIES:
                 del self._seen[next(iter(self._seen))]
 
-    def _count(self, recovery: Mapping[str, Any]) -> None:
-        cause = cause_class(str(recovery.get("cause", "")))
-        self.recoveries[str(recovery.get("level", "")), cause] += 1
-        self.steps_lost += int(recovery.get("steps_lost") or 0)
+    def _count(self, recovery: Recovery) -> None:
+        self.recoveries[str(recovery.level), cause_class(recovery.cause)] += 1
+        self.steps_lost += recovery.steps_lost or 0
+        took = msgspec.to_builtins(recovery)
         for part in RECOVERY_PARTS:
-            seconds = part_of(recovery, part)
-            if seconds is not None:
-                counts = self.parts.setdefault(part, [0.0] * (len(RECOVERY_BUCKETS_S) + 2))
-                counts[bisect_left(RECOVERY_BUCKETS_S, seconds)] += 1
-                counts[-1] += seconds
+            counts = self.parts.setdefault(part, [0.0] * (len(RECOVERY_BUCKETS_S) + 2))
+            counts[bisect_left(RECOVERY_BUCKETS_S, took[part])] += 1
+            counts[-1] += took[part]

@@ -3,8 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ckptd.elastic.control.history import Recovery, Splitter
+from ckptd.elastic.control.history import Splitter
 from ckptd.elastic.control.states import Move, State
+from ckptd.elastic.messages import Recovery
 
 
 class Story:

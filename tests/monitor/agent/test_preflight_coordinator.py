@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckptd.base.net.connection import Connection, greet_server
-from ckptd.errors import DeadlineError, StoreError
+from ckptd.errors import CkptdError, DeadlineError, StoreError
 from ckptd.monitor.agent import preflight
 from ckptd.monitor.agent.preflight import (
     ORDER_S,
     PURPOSE,
+    ClockReading,
     NodeHello,
     Preflight,
     PreflightNode,
     PreflightOutcome,
     PreflightPlan,
+    Probed,
     coordinate,
     take_part,
 )
+from ckptd.monitor.preflight import MachineTest, PairProbe
 
 SECRET = b"0123456789abcdef"
 END_S = 60.0
@@ -140,6 +147,68 @@ def test_one_that_comes_and_ends_is_told_as_lost(listener: socket.socket, tmp_pa
     assert failures(found) == [("gone", "lost")]
     assert set(found.machines) == {"n0", "n2"}
     assert isinstance(results[2], PreflightOutcome)
+
+
+def saying(name: str, rank: int, *answers: msgspec.Struct) -> Part:
+    """Return a node that answers each order with the next of these, and then ends."""
+
+    def part(address: tuple[str, int]) -> object:
+        wire = Connection(socket.create_connection(address), "coordinator", ORDER_S)
+        with ExitStack() as until, suppress(CkptdError):  # the coordinator may end it first
+            until.callback(wire.release)
+            greet_server(wire, SECRET, PURPOSE, role="agent", wait_s=END_S)
+            wire.send(NodeHello(name, rank, "127.0.0.1", 1))
+            for answer in answers:
+                wire.receive(preflight._ORDER, END_S)
+                wire.send(answer)
+            wire.receive(preflight._ORDER, END_S)
+        return None
+
+    return part
+
+
+MACHINE = MachineTest(
+    wrong="",
+    compute_s=0.1,
+    copy_bytes_per_s=1e9,
+    shm_free_bytes=1 << 31,
+    disk_s=0.1,
+    disk_error="",
+    open_files=9999,
+)
+CLOCKS = [ClockReading(time.time())] * 3
+
+
+def probed(source: int, to: int) -> Probed:
+    return Probed(PairProbe(source=source, to=to, latency_s=1e-4, out_s=1e-3, in_s=1e-3))
+
+
+@pytest.mark.parametrize("named", [(1, 0), (7, -9), (0, 2)], ids=["its own", "unknown", "others'"])
+def test_one_that_ends_after_its_first_probe_is_told_as_lost(
+    listener: socket.socket, tmp_path: Path, named: tuple[int, int]
+) -> None:
+    gone = saying("gone", 1, preflight.Tested(MACHINE), *CLOCKS, probed(*named))
+    parts = [gone, *[node(tmp_path, f"n{k}", k) for k in (0, 2, 3, 4)]]
+    found, results = check(listener, parts, PreflightPlan(nodes=5, wait_s=END_S, probe_bytes=1000))
+    assert ("gone", "lost") in failures(found)
+    assert {(p.source, p.to) for p in found.probes} <= set(itertools.permutations(range(5), 2))
+    assert isinstance(results[2], PreflightOutcome)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e300])
+def test_a_clock_that_cannot_be_does_not_hide_another_one_that_is_off(
+    listener: socket.socket, tmp_path: Path, seconds: float
+) -> None:
+    late = [ClockReading(time.time() + 900.0)] * 3
+    parts = [
+        saying("wild", 0, preflight.Tested(MACHINE), ClockReading(seconds)),
+        saying("late", 1, preflight.Tested(MACHINE), *late),
+        *[node(tmp_path, f"n{k}", k) for k in (2, 3)],
+    ]
+    found, _ = check(listener, parts, PreflightPlan(nodes=4, wait_s=END_S, probe_bytes=1000))
+    assert ("wild", "lost") in failures(found)
+    assert ("late", "clock") in [(f.name, f.what) for f in found.findings]
+    assert "wild" not in found.skews_s
 
 
 def test_names_that_two_nodes_share_are_told_apart(listener: socket.socket, tmp_path: Path) -> None:

@@ -43,4 +43,4 @@ def test_an_order_asks_for_a_reason_and_is_carried_out(tmp_path: Path) -> None:
         assert max(found["wide"], found["sideways"]) <= 0
         status = elastic.controller.status
         assert status is not None
-        assert "seen <b>by a test</b>" in status.recoveries[-1]["cause"]
+        assert "seen <b>by a test</b>" in status.recoveries[-1].cause
