@@ -329,7 +329,8 @@ class WriterClient(OfOneProcess):
         Parameters
         ----------
         note
-            Records what is sent, for a worker that comes in the place of a dead one.
+            Records what is sent, for a worker that comes in the place of a dead one. What it sends
+            itself goes to the same worker.
 
         Raises
         ------
@@ -339,8 +340,8 @@ class WriterClient(OfOneProcess):
         if not self._connected.is_set():
             self.answer()
         with self._sending:
-            note()
             try:
+                note()
                 self._channel.send(message, fd)
             except ProcessError as error:
                 if self.dead is not None:
@@ -392,19 +393,26 @@ class WriterClient(OfOneProcess):
         self, save: SaveRequest, plan: SavePlan, handle: SaveTracker, outcome_key: str, slot: Slot
     ) -> None:
         """Hand a save over; the worker starts writing while the caller still copies."""
-        if self._plan != plan.digest:
-            self._send(SetPlan(plan))
-            self._plan = plan.digest
         slot.begin(save.job)
         self._slots.take(slot, save.job)
         save = msgspec.structs.replace(save, slot=slot.number)
         job = _Job(handle, outcome_key, save, plan, slot, _deadline(save))
+
+        def note() -> None:
+            self._jobs[save.job] = job
+            self._set_plan(plan)
+
         try:
-            self._send(save, note=lambda: self._jobs.update({save.job: job}))
+            self._send(save, note=note)
         except BaseException as error:
             if not isinstance(error, CkptdError):  # interrupted: the worker has it, or never will
                 self._jobs.pop(save.job, None)
             raise
+
+    def _set_plan(self, plan: SavePlan) -> None:
+        if self._plan != plan.digest:
+            self._channel.send(SetPlan(plan))
+            self._plan = plan.digest
 
     def seal(
         self,
@@ -605,9 +613,7 @@ class WriterClient(OfOneProcess):
             if not wanted:
                 continue
             job.deadline = _deadline(job.save)
-            if self._plan != job.plan.digest:
-                send(SetPlan(job.plan))
-                self._plan = job.plan.digest
+            self._set_plan(job.plan)
             # Refer to nothing: what was agreed upon for that died with the other one.
             more = {"near": near, "root": root, "refer": False, "again": True}
             send(msgspec.structs.replace(job.save, **more))

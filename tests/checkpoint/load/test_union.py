@@ -202,6 +202,26 @@ def test_distrust(make: Make) -> None:
     assert gone.calls == 1
 
 
+def test_threads_that_met_one_wrong_copy_distrust_it_once(make: Make) -> None:
+    """Else the second takes the good copy, which it has not read, for wrong as well."""
+    union = UnionStore([make(a=b"1"), make(a=b"2")])
+    assert union.get("a") == b"1"
+    served = union.serving("a")
+    assert union.distrust("a", served)
+    assert union.distrust("a", served)
+    assert union.get("a") == b"2"
+    assert not union.distrust("a", union.serving("a"))
+
+
+def test_what_is_known_to_be_elsewhere_is_also_asked_of_stores_with_unknown_keys(
+    make: Make,
+) -> None:
+    """A node that named its keys, and has lost one of them, hides no copy at the root."""
+    near, root = make(), make(a=b"root")
+    union = UnionStore([UnionSource(near, "peer", keys=frozenset("a")), root])
+    assert union.get("a") == b"root"
+
+
 def test_a_source_that_was_wrong_twice_comes_last(make: Make) -> None:
     objects = {f"k{i}": b"1" for i in range(9)}
     union = UnionStore([make(**objects), make(**dict.fromkeys(objects, b"2"))])

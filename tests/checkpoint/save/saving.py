@@ -71,6 +71,7 @@ class Job:
         store: Store | None = None,
         plan: SavePlan | None = None,
         generation: int | None = None,
+        slots: int = 1,
     ) -> None:
         self.board = board or LocalBoard()
         self.plan = plan or plan_of(world=self.board.world)
@@ -80,7 +81,7 @@ class Job:
         if generation is None:
             generation = self.catalogue.claim(self.catalogue.latest(), 1, "test").generation
         self.generation = generation
-        self.client = WriterClient(spec, self.board, store)
+        self.client = WriterClient(spec, self.board, store, slots)
 
     def request(self, step: int, attempt: str = "0001", **changes: Any) -> SaveRequest:
         """Return the message that a save of `step` sends."""

@@ -12,13 +12,14 @@ import pytest
 
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle
 from ckptd.errors import ProcessError
 from ckptd.store import StoreSpec
 from ckptd.store.base import ThrottleSpec
 from tests.checkpoint.save.nearjob import NearJob, Trainer, newest_at
-from tests.checkpoint.save.saving import Job, fill, values
+from tests.checkpoint.save.saving import Job, fill, plan_of, values
 from tests.processes import PATIENCE_S, until
 
 
@@ -104,6 +105,24 @@ def test_a_rank_that_has_written_is_not_missed(root: str) -> None:
     other.durable(PATIENCE_S)
     for job in (first, second):
         job.close()
+
+
+def test_a_plan_reaches_the_process_that_writes_by_it(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that dies between a plan and the save takes the plan along: the next has no other."""
+    job = Job(StoreSpec(root))
+    begin = Slot.begin
+
+    def late(slot: Slot, number: int) -> None:
+        kill(job.client)
+        begin(slot, number)
+
+    monkeypatch.setattr(Slot, "begin", late)
+    for step, job.plan in enumerate((plan_of(), plan_of({"w": (64, 48)})), 1):
+        job.save(step, values(step), timeout_s=5.0).durable(PATIENCE_S)
+        assert stored(job, step) == expected(job, step)
+    job.close()
 
 
 def test_a_save_whose_processes_all_die_is_given_up(root: str) -> None:
