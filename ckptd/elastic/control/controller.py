@@ -374,8 +374,8 @@ class Controller:
         if isinstance(event, Order) and event.kind in kinds and not named:
             raise RefusedError(f"no nodes given to {event.kind}", wanted="names of nodes")
         known = {node.name for node in self.machine.nodes if node.life}
-        record = self.machine.record
-        known |= record.nodes if record is not None else frozenset()
+        if (record := self.machine.record) is not None:
+            known |= record.nodes | {*record.out, *(name for name, _ in record.resting)}
         strangers = sorted({*named, *([event.node] if hasattr(event, "node") else [])} - known)
         if strangers:
             raise RefusedError(

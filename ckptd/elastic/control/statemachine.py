@@ -56,7 +56,7 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.placement import together
 from ckptd.elastic.policy import Choice, JobSpec, Shape, choose
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, first_few
 
 _EXCUSED_S = 2.0
 """For so long after a worker exited by itself the loss of another node explains it."""
@@ -630,11 +630,13 @@ class StateMachine:
         hopeless = any(n.up and n.fenced < self.generation for n in missing)
         if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
             return
-        absent = [n.name for n in missing if not n.up]
-        names = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if absent[5:] else "")
-        text = f"no heartbeat since the controller's restart from {names}"
-        if not absent:
-            text = f"no rank of generation {self.generation} is running"
+        absent = first_few([n.name for n in missing if not n.up], 5)
+        back = first_few([n.name for n in missing if n.up and n.fenced < self.generation], 5)
+        text = f"no rank of generation {self.generation} is running"
+        if absent:
+            text = f"no heartbeat since the controller's restart from {absent}"
+        elif back:
+            text = f"{back} came back without its workers"
         if any(n.running == self.generation for n in here):
             self._fault("", text, now, known=False)
         else:
@@ -645,7 +647,7 @@ class StateMachine:
                 self.ladder.submitted()
                 for name in self._out_before:
                     self.nodes[name].out_until = -math.inf  # those orders were the last run's
-                text = "the job was started again" + (f", without {names}" if absent else "")
+                text = "the job was started again" + (f", without {absent}" if absent else "")
             self._fence(text, now)
             self.level = 1  # the launchers are new already
 

@@ -27,6 +27,9 @@ from ckptd.elastic.messages import (
     Loaded,
     NodeLost,
     NodeUp,
+    OperatorCommand,
+    Order,
+    OrderKind,
     Progress,
     Shutdown,
     Status,
@@ -259,5 +262,33 @@ def test_who_goes_before_it_has_said_who_it_is_changes_nothing(tmp_path: Path) -
         made.controller.received(first, Beat(number=2, up=up))
         assert isinstance(first.told[-1], LeaseRenewal)
         assert not made.controller._broken
+
+    asyncio.run(case())
+
+
+def test_a_node_that_was_ordered_out_before_may_be_taken_back_before_it_comes(
+    tmp_path: Path,
+) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        made.trains("a", "b", "c")
+        for name in "bc":
+            made.machine.handle(NodeLost(node=name), 2.0)
+        assert made.machine.record is not None
+        made.machine.record = msgspec.structs.replace(
+            made.machine.record,
+            members=made.machine.record.members[:1],
+            out=("b",),
+            resting=(("c", 9e9),),
+        )
+        for name in "bc":
+            made.machine.nodes.forget(name)
+        operator = made.join("operator", "o")
+        add = Order(kind=OrderKind.ADD, nodes=("b", "c"))
+        made.controller.received(operator, OperatorCommand(number=1, event=add))
+        assert made.waiting == [add]
+        unknown = Order(kind=OrderKind.ADD, nodes=("d",))
+        made.controller.received(operator, OperatorCommand(number=2, event=unknown))
+        assert "unknown node: d" in operator.told[-1].text
 
     asyncio.run(case())

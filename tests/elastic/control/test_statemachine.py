@@ -114,6 +114,22 @@ def test_launchers_that_were_there_before_are_no_new_run(driver: Driver) -> None
     assert again.machine.record.reason == "no heartbeat since the controller's restart from a"
 
 
+@pytest.mark.parametrize("others", ["run", "have fenced"])
+def test_a_node_that_came_back_under_a_stand_in_is_named(driver: Driver, others: str) -> None:
+    """Node c was killed together with the controller, and its next launcher is there at once."""
+    driver.hear(Saved(generation=1, step=1))
+    assert driver.machine.record is not None
+    again = Driver(records=[driver.machine.record])
+    again.life["c"] = "2"
+    generation = driver.machine.generation
+    now = again.running if others == "run" else again.fenced
+    now.update(a=generation, b=generation)
+    again.up("a", "b", "c")
+    again.pass_time(1, "a", "b", "c")
+    record = one(restart(again, "a", "b", "c"), Start).record
+    assert record.reason == "c came back without its workers"
+
+
 def test_steps_that_were_lost_are_told(driver: Driver) -> None:
     driver.hear(Progress(generation=1, step=40))
     driver.hear(Ended(node="b", generation=1, code=-9))

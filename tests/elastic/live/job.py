@@ -346,11 +346,15 @@ class LiveJob:
             self.until(lambda: self.order(OrderKind.RESUME) or self.over(), 30.0)
 
     def take_back(self) -> None:
-        """Order nodes back that rest: a daemon may have told a fault when it was healed already."""
+        """Order nodes back that are left out.
+
+        A daemon may have told a fault when it was healed already, and no controller may have been
+        there to take the order of `heal`.
+        """
         with open_store(self.log_url) as store:
-            resting = MembershipLog(store).read()[-1].resting
-        if resting:
-            self.order(OrderKind.ADD, *(name for name, _ in resting))
+            last = MembershipLog(store).read()[-1]
+        if left_out := (*last.out, *(name for name, _ in last.resting)):
+            self.order(OrderKind.ADD, *left_out)
 
     def back(self, name: str) -> None:
         """Start a node again that is gone."""
