@@ -57,9 +57,10 @@ class Linear:
         UsageError
             A value does not fit the type that it is cast to, or is not finite and so has no scale.
         """
-        values = source
-        if (self.scale, self.shift) != (1.0, 0.0):
-            values = source.astype(np.float64) * self.scale + self.shift
+        plain = (self.scale, self.shift) == (1.0, 0.0)
+        values = source if plain else source.astype(np.float64) * self.scale + self.shift
+        if not np.can_cast(values.dtype, target.dtype, "unsafe"):
+            values = values.astype(np.float32)  # which holds every value of both
         with np.errstate(over="ignore", invalid="ignore"):
             target[...] = values.astype(target.dtype)
         if _overflows(target, values):
@@ -87,8 +88,6 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def _infinite(values: NDArray[Any]) -> NDArray[np.bool_]:
-    if not _is_float(values.dtype):
-        return np.zeros(values.shape, dtype=np.bool_)
     finite: NDArray[np.bool_] = np.isfinite(values)
     return ~finite
 

@@ -220,3 +220,32 @@ def _refused() -> str:
 @pytest.mark.timeout(120)
 def test_why_a_publisher_cannot_answer_is_what_the_worker_raises() -> None:
     assert run_ranks(2, _refused, deadline_s=60.0)[1] == "unsavable w.1"
+
+
+_MALFORMED = (b"{", b"\xff\xff", b"[1]", b'{"class": 1}', b'{"message": {}}', b"[" * 3000)
+
+
+def _told_nonsense() -> list[tuple[int, str | int]]:
+    """Rank 0 answers with errors that are none, and then with what was asked for."""
+    carrier = GroupCarrier(None, (0,), timeout_s=PATIENCE_S)
+    if dist.get_rank() == 0:
+        for raw in _MALFORMED:
+            length = np.zeros(1, np.int64)
+            carrier._through(carrier._transport.receive(1, length.view(np.uint8)))
+            carrier._through(carrier._transport.receive(1, np.zeros(int(length[0]), np.uint8)))
+            head = np.frombuffer(b"-" + len(raw).to_bytes(8, "little") + bytes(8), np.uint8)
+            carrier._send(1, head, np.frombuffer(raw, np.uint8))
+        carrier.serve(lambda number, *_: np.full(1000, number, np.uint8))
+        dist.barrier()
+        return []
+    found = [_ask(carrier, number, 1000) for number in range(len(_MALFORMED) + 1)]
+    dist.barrier()
+    carrier.close()
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_an_error_that_is_none_ends_the_question_alone() -> None:
+    found = run_ranks(2, _told_nonsense, deadline_s=110.0)[1]
+    last = len(_MALFORMED)
+    assert found == [*((number, "link-lost") for number in range(last)), (last, last)]

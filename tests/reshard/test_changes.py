@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import pytest
 
 from ckptd.errors import UsageError
 from ckptd.reshard.changes import Linear
+from ckptd.types import DTYPES
 
 FITS: list[tuple[Any, Any, list[float]]] = [
     ([127.9, -128.9], "int8", [127, -128]),
@@ -49,3 +51,19 @@ def test_what_does_not_fit_is_an_error(values: Any, dtype: str) -> None:
         "a value does not fit the type it is cast to",
         "a",
     )
+
+
+def test_every_type_is_cast_to_every_other() -> None:
+    plain = [d for d in DTYPES.values() if d.numpy.kind != "c"]
+    for source, target in product(plain, repeat=2):
+        values = np.array([1, 2, 1 if source.numpy.kind in "iub" else 0.5]).astype(source.numpy)
+        out = np.zeros(3, target.numpy)
+        Linear("a").apply(out, values)
+        wanted = values.astype(np.float32).astype(target.numpy)
+        assert out.tolist() == wanted.tolist(), (source.name, target.name)
+
+
+def test_a_value_that_a_type_of_scales_lacks_is_an_error() -> None:
+    out = np.zeros(1, ml_dtypes.float8_e8m0fnu)
+    with pytest.raises(UsageError, match="does not fit"):
+        Linear("a").apply(out, np.array([-1.0], ml_dtypes.float8_e4m3fn))

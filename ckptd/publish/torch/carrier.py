@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import digest
+from ckptd.base.runtime.ranks import error_fields
 from ckptd.checkpoint.save.arena import Slot
-from ckptd.decoding import ANYTHING, msgpack_decoder
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.publish.carrier import LinkedReader, PartsReader, SlotReader
 from ckptd.publish.link import ServerLink
@@ -212,7 +213,11 @@ class GroupCarrier:
                 self._through(self._transport.receive(peer, failed))
             self._given_up.remove(peer)
         if failed is not None:
-            raise CkptdError.from_dict(ANYTHING.decode(failed.tobytes()))
+            try:
+                fields = error_fields.decode(failed.tobytes())
+            except msgspec.MsgspecError as e:
+                raise TransientStoreError("malformed reply", kind="link-lost", found=e) from None
+            raise CkptdError.from_dict(fields)
         if not has:
             raise TransientStoreError(
                 "version not available from the publisher", kind="no-version", where=f"rank {peer}"
