@@ -82,7 +82,7 @@ def measure(layout: str, trainers: int) -> dict[str, Any]:
     for rank in sorted({0, workers // 2, workers - 1}):
         targets = {t.name: place for t in local_tensors(StoredForm(target), rank)}
         start, cpu = time.perf_counter(), time.process_time()
-        plan = PullPlan(about, target, rank, workers, targets)
+        plan = PullPlan(about, target, rank, targets)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         if seconds > found["pull_s"]:
             cpu_all = time.process_time()

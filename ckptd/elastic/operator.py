@@ -9,8 +9,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
+from ckptd.base.closing import Closing
 from ckptd.base.net.connection import Connection
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import PURPOSE, await_greeting, dial
@@ -34,7 +35,7 @@ _PAUSE_S = 0.2
 _SILENCE_S = 10.0
 
 
-class OperatorLink:
+class OperatorLink(Closing):
     """Asks and orders; each call reconnects where the connection broke. Any thread may call it.
 
     Parameters
@@ -137,12 +138,6 @@ class OperatorLink:
         """Close the connection. Idempotent; a later call connects again."""
         with self._lock:
             self._disconnect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # --- inside -----------------------------------------------------------------------------------
 

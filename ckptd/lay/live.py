@@ -286,7 +286,7 @@ class RankTensors:
                 name = form.buffer_name(flat, first + row, state, buffer.groups[row])
             # The range's place in the part of the buffer that its rank holds.
             at = ahead + slot.offset + start - int(starts[coordinate])
-            yield coordinate, name, _moved(found, at - start)
+            yield coordinate, name, found.moved(at - start)
 
     def stride(self, rule: RuleForm, indexes: tuple[int, ...], state: str) -> int:
         """Return how far apart the ranks are that share a tensor's buffer."""
@@ -570,26 +570,10 @@ def _slice(piece: LocalPiece, shape: tuple[int, ...]) -> Axis:
 
 def _own(found: Block, cut: Axis, piece: LocalPiece) -> Iterator[Block]:
     """Turn a copy around, and keep what is in the giver's buffer."""
-    turned = Block(
-        found.shape,
-        found.target_start,
-        found.target_strides,
-        found.source_start,
-        found.source_strides,
-    )
+    turned = found.turned()
     if len(cut.runs) == 1 and cut.ncells == 1:
-        yield _moved(turned, piece.at)
+        yield turned.moved(piece.at)
         return
     for _, start, part in cut_flat(turned, cut):
         if start == piece.lo:
-            yield _moved(part, piece.at - piece.lo)
-
-
-def _moved(found: Block, shift: int) -> Block:
-    return Block(
-        found.shape,
-        found.source_start + shift,
-        found.source_strides,
-        found.target_start,
-        found.target_strides,
-    )
+            yield part.moved(piece.at - piece.lo)

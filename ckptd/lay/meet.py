@@ -320,7 +320,7 @@ def piece_blocks(meeting: Meeting, grid: Grid) -> Iterator[tuple[int, Block]]:
         else:
             piece = grid.first_piece(cell)
             for part, start, block_in_flat in cut_flat(whole, flat):
-                yield piece + part, _moved(block_in_flat, -start)
+                yield piece + part, block_in_flat.moved(-start)
 
 
 _Partial = tuple[int, int, int, int, tuple[BlockStep, ...]]
@@ -378,13 +378,3 @@ def cut_flat(whole: Block, flat: Axis) -> Iterator[tuple[int, int, Block]]:
     for c in crossings(whole.source_start, tuple(steps), flat):
         start = flat.cell(c.cell)[0]
         yield c.cell, start, block(start + c.offset, whole.target_start + c.target, c.steps)
-
-
-def _moved(found: Block, shift: int) -> Block:
-    return Block(
-        found.shape,
-        found.source_start + shift,
-        found.source_strides,
-        found.target_start,
-        found.target_strides,
-    )

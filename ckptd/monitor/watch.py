@@ -208,7 +208,7 @@ class JobWatch:
         standing = tuple(self._with_links(v, now) for v in standing)
         values = (*self._sums.judge(now), *self._bad.judge(job, now))
         verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *values)
-        moment = self._moment(job, rows, now)
+        moment = self._moment(job, now)
         changes = self._cases.judge(verdicts, moment)
         self.evidence.want(self._cases.suspected, settled, now)
         return self._with_evidence(changes, settled, moment)
@@ -256,7 +256,7 @@ class JobWatch:
             if not job.ranks["steps_done"].all():  # loops say nothing of ranks that make steps
                 self._loops = self._loops.after(job, now)
 
-    def _moment(self, job: JobView, rows: Array, now: float) -> RoundFacts:
+    def _moment(self, job: JobView, now: float) -> RoundFacts:
         began = now if self._began is None else self._began
         return RoundFacts(
             now=now,

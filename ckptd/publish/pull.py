@@ -193,8 +193,8 @@ class PullPlan:
         What is published.
     target
         The worker's layout.
-    rank, world
-        Of this worker in its layout, and the layout's ranks.
+    rank
+        Of this worker in its layout.
     targets
         Memory of the worker's tensors, by their names in its program. The plan stands in for any of
         the same types and lengths, see `lend`.
@@ -214,7 +214,6 @@ class PullPlan:
         about: PublishedAbout,
         target: Bound,
         rank: int,
-        world: int,
         targets: Mapping[str, TensorMemory],
         scales: Mapping[str, ScaleMemory] | None = None,
     ) -> None:

@@ -363,17 +363,6 @@ def halves(block: Block) -> Iterator[tuple[int, Block]]:
     )
 
 
-def turned(block: Block) -> Block:
-    """Return a copy the other way round."""
-    return Block(
-        block.shape,
-        block.target_start,
-        block.target_strides,
-        block.source_start,
-        block.source_strides,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Scaled:
     """Multiplies or divides by the scale of each element's block.

@@ -52,7 +52,6 @@ from ckptd.reshard.changes import (
     scale_shape,
     scale_type,
     step_promise,
-    turned,
 )
 from ckptd.reshard.dequantized import DEQUANTIZE
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
@@ -484,8 +483,8 @@ def _of_halves(number: int, copy: Copy, change: Scaled) -> list[Take]:
     is_source = change.side == "source"
     found: dict[int, list[Block]] = {0: [], 1: []}
     for block in copy.blocks:
-        for half, part in halves(block if is_source else turned(block)):
-            found[half].append(part if is_source else turned(part))
+        for half, part in halves(block if is_source else block.turned()):
+            found[half].append(part if is_source else part.turned())
     return [
         Take(number, copy.piece, tuple(blocks), replace(change, half=half))
         for half, blocks in found.items()

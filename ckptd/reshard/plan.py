@@ -350,7 +350,7 @@ class RoundPlanner:
                 target = self._target.filemap.dtypes[chunk.tensor]
                 conversion = Conversion(take.change, source, target, at)
             turns.setdefault(take.turn, []).extend(
-                PlannedCopy(file, start, source.itemsize, _moved(part, at), number, conversion)
+                PlannedCopy(file, start, source.itemsize, part.moved(0, at), number, conversion)
                 for block in take.blocks
                 for part in clip(block, "target", lo, hi)
             )
@@ -372,16 +372,6 @@ class RoundPlanner:
             wanted="all parts in files of the source",
             hint="drop it in the target layout",
         )
-
-
-def _moved(block: Block, at: int) -> Block:
-    return Block(
-        block.shape,
-        block.source_start,
-        block.source_strides,
-        block.target_start + at,
-        block.target_strides,
-    )
 
 
 def _literal(

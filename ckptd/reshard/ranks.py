@@ -140,7 +140,7 @@ class _Ranks:
         moved = [
             one
             for block in blocks
-            for one in restride(_shifted(block, skip), found.box.shape, strides, base)
+            for one in restride(block.moved(skip), found.box.shape, strides, base)
         ]
         return self._in_files(moved, self.places[rank][key])
 
@@ -156,7 +156,7 @@ class _Ranks:
     def _in_file(self, block: Block, parts: Sequence[LocalPiece]) -> list[Block]:
         """Return a copy out of a rank-local tensor as copies out of the tensor of a file."""
         return [
-            _shifted(inside, part.at - part.lo)
+            inside.moved(part.at - part.lo)
             for part in parts
             for inside in clip(block, "source", part.lo, part.hi)
         ]
@@ -295,18 +295,8 @@ class _Replica(NamedTuple):
     takes: tuple[Take, ...]
 
 
-def _feed(found: ChunkFeed, piece: int) -> ChunkFeed:
+def _feed(found: ChunkFeed, _: int) -> ChunkFeed:
     return found
-
-
-def _shifted(block: Block, shift: int) -> Block:
-    return Block(
-        block.shape,
-        block.source_start + shift,
-        block.source_strides,
-        block.target_start,
-        block.target_strides,
-    )
 
 
 @dataclass(frozen=True, slots=True)

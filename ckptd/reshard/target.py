@@ -342,14 +342,14 @@ def _groups(composed: Composed) -> dict[str, tuple[str, dict[str, list[str]]]]:
 
 def _add_objects(build: _Builder, carried: Carried) -> None:
     for _, tensor in carried.copied:
-        grid, owners = tensor.grid, _same_ranks(build, tensor)
+        grid, owners = tensor.grid, _same_ranks(tensor)
         feed = recut(tensor.number, tensor.grid, grid)
         build.add(tensor.name, tensor.dtype.name, grid, owners, 0, feed, tensor.aliases)
     for changed in carried.changed:
         _add_changed(build, changed)
 
 
-def _same_ranks(build: _Builder, tensor: StockTensor) -> Owners:
+def _same_ranks(tensor: StockTensor) -> Owners:
     """Return the holders of an encoded object: rank 0, or each rank its own value."""
     if tensor.ranks is None:
         return Owners(((0, 0, tensor.grid.npieces),))

@@ -182,7 +182,7 @@ class World:
             for r in range(world)
         ]
         self.plans = [
-            pull.PullPlan(about, self.target.bound, r, world, memories(f, kind or dtype))
+            pull.PullPlan(about, self.target.bound, r, memories(f, kind or dtype))
             for r, f in enumerate(self.found)
         ]
 

@@ -93,8 +93,7 @@ def pulled(
         for rank in range(target.mesh.world):
             wanted = parameters(values, target, rank)
             found = {n: np.full_like(a, 77) for n, a in wanted.items()}
-            world = target.mesh.world
-            plan = pull.PullPlan(about, target.bound, rank, world, memories(found, KIND))
+            plan = pull.PullPlan(about, target.bound, rank, memories(found, KIND))
             before = sum(s.asked for s in servers.values())
             staged = plan.stage(1, servers, None)
             assert all((a == 77).all() for a in found.values())
@@ -196,7 +195,7 @@ def test_late_digests_of_many_servers_are_waited_for_at_the_same_time(
     wanted = parameters(values, target, 0)
     found = {n: np.zeros_like(a) for n, a in wanted.items()}
     about = PublishedAbout("epoch", source.mesh.world, "", {})
-    plan = pull.PullPlan(about, target.bound, 0, 1, memories(found, KIND))
+    plan = pull.PullPlan(about, target.bound, 0, memories(found, KIND))
     steps: list[float] = []
     begun = time.monotonic()
     try:

@@ -145,7 +145,7 @@ def test_a_worker_holds_what_the_formula_says(
                 for n, s in own.items()
             }
             targets = memories({n: raw(t) for n, t in into.items()}, str(dtype)[6:])
-            plan = pull.PullPlan(about, target.bound, rank, target.mesh.world, targets, scales)
+            plan = pull.PullPlan(about, target.bound, rank, targets, scales)
             for _ in range(2):  # what is left of a version must not be in the scales of the next
                 staged = plan.stage(1, servers, None)
                 staged.apply()

@@ -189,6 +189,26 @@ class Block(msgspec.Struct, frozen=True):
         """First target element touched, and one past the last."""
         return _span(self.shape, self.target_start, self.target_strides)
 
+    def moved(self, source: int = 0, target: int = 0) -> Block:
+        """Return the copy between places that are so many elements further on."""
+        return Block(
+            self.shape,
+            self.source_start + source,
+            self.source_strides,
+            self.target_start + target,
+            self.target_strides,
+        )
+
+    def turned(self) -> Block:
+        """Return the copy the other way round."""
+        return Block(
+            self.shape,
+            self.target_start,
+            self.target_strides,
+            self.source_start,
+            self.source_strides,
+        )
+
 
 def _span(shape: tuple[int, ...], start: int, strides: tuple[int, ...]) -> tuple[int, int]:
     return start, start + reach_of(shape, strides)

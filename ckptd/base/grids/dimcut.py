@@ -129,12 +129,12 @@ def cut_dim(extent: int, steps: tuple[CutStep, ...]) -> DimCut:
     sizes = np.full_like(shares, extent)
     lengths = np.array([extent], dtype=np.int64)
     for step in steps:
-        shares, starts, sizes, lengths = _apply(step, shares, starts, sizes, lengths)
+        shares, starts, sizes, lengths = _apply(step, starts, sizes, lengths)
     return DimCut(extent, steps, shares, starts, sizes)
 
 
 def _apply(
-    step: CutStep, shares: _Ints, starts: _Ints, sizes: _Ints, lengths: _Ints
+    step: CutStep, starts: _Ints, sizes: _Ints, lengths: _Ints
 ) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     """Cut every share into `step.parts` shares.
 

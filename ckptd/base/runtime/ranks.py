@@ -338,7 +338,7 @@ def agree(
         board.delete(f"{key}/{board.rank}")
     failed: dict[int, dict[str, str | None]] = posted(_errors, verdict)
     if failed:
-        raise _choose(board, error, failed)
+        raise _choose(error, failed)
 
 
 def _encode(error: CkptdError | None) -> bytes:
@@ -377,9 +377,7 @@ def _gather(
     return failed
 
 
-def _choose(
-    board: Board, error: CkptdError | None, failed: dict[int, dict[str, str | None]]
-) -> CkptdError:
+def _choose(error: CkptdError | None, failed: dict[int, dict[str, str | None]]) -> CkptdError:
     first = min(failed)
     chosen = error if error is not None else _error_of(first, failed[first])
     if len(failed) > 1:

@@ -16,11 +16,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.closing import Closing
 from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.grids.plan import PieceCopy, plan_once
@@ -91,7 +92,7 @@ def open_direct(
             yield boxes
 
 
-class DirectReader:
+class DirectReader(Closing):
     """Reads boxes of one checkpoint's tensors. Threads may share it.
 
     Parameters
@@ -124,12 +125,6 @@ class DirectReader:
         self._kept: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._keeping = threading.Lock()
         self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; a read that is under way ends first."""

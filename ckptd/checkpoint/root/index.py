@@ -53,7 +53,14 @@ from ckptd.checkpoint.format.records import (
     decode_record,
     encode_record,
 )
-from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
+from ckptd.errors import (
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    first_few,
+)
 from ckptd.store.base import Store, innermost, root_gone
 
 if TYPE_CHECKING:
@@ -277,17 +284,15 @@ class Index:
             return self._opened()
         except NotFoundError:
             names = self.store.children("")
-        message, hint = "nothing is stored here", "check the path; the first save creates the root"
-        found = None
-        if names:
-            message, hint = (
-                "not a checkpoint root of ckptd",
-                f"name the folder that holds {ROOT_MARKER}",
-            )
-            found = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
-        where, wanted = self.store.url, ROOT_MARKER
         raise NotFoundError(
-            message, kind="no-root", where=where, wanted=wanted, found=found, hint=hint
+            "not a checkpoint root of ckptd" if names else "nothing is stored here",
+            kind="no-root",
+            where=self.store.url,
+            wanted=ROOT_MARKER,
+            found=first_few(names, 6) or None,
+            hint=f"name the folder that holds {ROOT_MARKER}"
+            if names
+            else "check the path; the first save creates the root",
         )
 
     def _opened(self) -> RootMarker:

@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.closing import Closing
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format import codec
@@ -148,7 +149,7 @@ class BoxSave:
     request: SaveRequest
 
 
-class BoxRoot:
+class BoxRoot(Closing):
     """A root of checkpoints; each process has one for as long as it trains. Thread-safe.
 
     The first `begin` claims a generation, which continues from what was `loaded` before. From then
@@ -179,12 +180,6 @@ class BoxRoot:
     def close(self) -> None:
         """Close the store. Idempotent."""
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # -- saving ----------------------------------------------------------------------------------
 

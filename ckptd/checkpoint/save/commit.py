@@ -53,7 +53,7 @@ from ckptd.checkpoint.save.dedup import MOST_FOLDERS
 from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError, first_few
 from ckptd.store.base import Store
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def check_plans(parts: Sequence[RankPart], plan: SavePlan) -> None:
             "ranks disagree on the structure of the state",
             kind="structure",
             wanted=f"plan {plan.digest} of rank 0",
-            found=f"another plan on ranks {others[:16]}{' ...' if len(others) > 16 else ''}",
+            found=f"another plan on ranks [{first_few(others, 16)}]",
             hint="the state must gain and lose tensors on every rank at the same save; the next "
             "save makes a new plan",
         )
@@ -742,7 +742,7 @@ def _missing(
         "ranks did not write their part in time",
         where=folder,
         wanted=f"{len(ranks)} parts within {timeout_s:.0f} s",
-        found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
+        found=f"missing ranks [{first_few(missing, 16)}]",
         hint="check the logs of those ranks; the previous checkpoint is intact",
     )
 
@@ -769,7 +769,7 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> Non
             raise SaveError(
                 "replicas differ between ranks",
                 kind="replicas-differ",
-                where=", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
+                where=first_few(names),
                 wanted=f"the values of ranks {ranks[:8]}",
                 found=f"other values on ranks {others[:8]} ({len(names)} names differ)",
                 hint=hint,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import msgspec
 
+from ckptd.base.closing import Closing
 from ckptd.errors import NotFoundError
 
 Command = Callable[[str], Sequence[str]]
@@ -71,7 +71,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Launcher(ABC):
+class Launcher(Closing, ABC):
     """Starts and stops node launchers. One thread at a time may call it.
 
     Names of nodes are those of the scheduler. A node that is not the job's is refused, and nothing
@@ -151,9 +151,3 @@ class Launcher(ABC):
 
     def close(self) -> None:
         """Stop all launchers, as far as they can be reached. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -127,7 +127,7 @@ def _splits(
             found: Sequence[Suggestion] = ()
             if code == "indivisible" and k >= 0:
                 found = split_candidates(equation, k, split, scope)
-            head, notes = _fits(found, equation, scope, seen)
+            head, notes = _fits(found, scope, seen)
             text = f"{message}{'. ' + head if head else ''}"
             yield Finding(code, text, equation.at, equation.text, notes, fit=True)
             return
@@ -265,7 +265,7 @@ def _shapes(
         message = (
             f"{found.name} is {_show(found.shape)}{where}, and this rule makes it {_show(shape)}"
         )
-        head, notes = _fits(candidates(equation, scope), equation, scope, seen)
+        head, notes = _fits(candidates(equation, scope), scope, seen)
         text = f"{message}. {head}" if notes else message
         used = f"this rule's shape is with {_sizes_of(equation, scope)}"
         yield Finding("shape", text, equation.at, equation.text, (*notes, used), fit=True)
@@ -283,10 +283,7 @@ def _stored(seen: Mapping[Coordinates, SeenTensor]) -> bool:
 
 
 def _fits(
-    found: Sequence[Suggestion],
-    equation: Equation,
-    scope: ValueScope,
-    seen: Mapping[Coordinates, SeenTensor],
+    found: Sequence[Suggestion], scope: ValueScope, seen: Mapping[Coordinates, SeenTensor]
 ) -> tuple[str, tuple[str, ...]]:
     """Return which candidates have the observed shapes, as text."""
     if not found:

@@ -94,7 +94,7 @@ def candidates(equation: Equation, scope: ValueScope) -> list[Suggestion]:
                 out.append(_replaced(equation, k, node, node.inner, why))
                 out += _spread(equation, k, node)
             elif isinstance(node, Pad):
-                out += _padded(equation, k, node, scope)
+                out += _padded(equation, k, node)
     out += _elsewhere(equation, scope)
     unique: dict[tuple[Dim, ...], Suggestion] = {}
     for candidate in out:
@@ -219,7 +219,7 @@ def _elsewhere(equation: Equation, scope: ValueScope) -> Iterator[Suggestion]:
             )
 
 
-def _padded(equation: Equation, k: int, pad: Pad, scope: ValueScope) -> Iterator[Suggestion]:
+def _padded(equation: Equation, k: int, pad: Pad) -> Iterator[Suggestion]:
     """Pad to another multiple, as training frameworks do."""
     yield _replaced(equation, k, pad, pad.inner, "not padded")
     cuts = [n.axis for n in _nodes(equation.dims[k]) if isinstance(n, Split)]

@@ -60,7 +60,7 @@ class Families:
             indexes = [a for c in components for a in c.axes]
             atoms: list[str] = []
             for atom in declared.atoms:
-                atoms += self._parts(atom, lets, declared.at.line)
+                atoms += self._parts(atom, lets)
             name = ".".join(map(str, components))
             axes = (*indexes, *atoms)
             if name in self.by_name or len(set(axes)) < len(axes):
@@ -150,7 +150,7 @@ class Families:
             }
         return out
 
-    def _parts(self, atom: str, lets: Lets, line: int) -> tuple[str, ...]:
+    def _parts(self, atom: str, lets: Lets) -> tuple[str, ...]:
         """Return the parts of an atom, if a let refines it."""
         let = lets.dims.get(atom)
         if let is None:

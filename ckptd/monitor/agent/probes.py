@@ -12,10 +12,11 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 
+from ckptd.base.closing import Closing
 from ckptd.base.net.address import Address, listen_at, parse_address
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.base.net.door import Door
@@ -72,7 +73,7 @@ _ASKED = msgpack_decoder(_Ping | _Take | _Give)
 _ANSWER = msgpack_decoder(_Pong)
 
 
-class Answerer:
+class Answerer(Closing):
     """Answers probes of other nodes in threads of its own.
 
     Parameters
@@ -119,12 +120,6 @@ class Answerer:
     def close(self) -> None:
         """Stop answering."""
         self._door.close(_IDLE_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _drop(wire: Connection, count: int) -> None:

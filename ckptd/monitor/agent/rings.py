@@ -243,7 +243,7 @@ class Rings:
             if inode not in (known.get(name), self._bad.get(name), self._passed.get(name)):
                 ring = self._open(name, inode, now)
                 opened += [ring] if ring is not None else []
-        self._drop_over(now)
+        self._drop_over()
         return [ring for ring in opened if self.ranks.get(ring.rank) is ring]
 
     def _files(self) -> dict[str, int]:
@@ -301,7 +301,7 @@ class Rings:
             if same and old.generation < new.generation:
                 self.drop(rank)
 
-    def _drop_over(self, now: float) -> None:
+    def _drop_over(self) -> None:
         """Drop dead ranks of lives that are over: another has begun since."""
         if not self.ranks:
             return

@@ -74,7 +74,7 @@ def given_up(job: JobView) -> GivenUp | None:
         f"the backend gave {what} up on rank {job.ranks['rank'][rows[one]]} after {waited:.1f} s, "
         f"by its time-out of {timeouts[one]:g} s"
     )
-    told = [first, *(_where(then, int(row), at) for row in inside[:_MOST_TOLD])]
+    told = [first, *(_where(then, int(row)) for row in inside[:_MOST_TOLD])]
     if len(roots):
         told.insert(1, f"{len(inside)} ranks waited for {len(roots)} in no call")
         detail = f"in no call, and others waited for it for {waited:.1f} s"
@@ -104,7 +104,7 @@ def _at_that_moment(job: JobView, calls: Array, rows: Array, at: float) -> JobVi
     return replace(job, ranks=ranks, groups=groups)
 
 
-def _where(job: JobView, row: int, at: float) -> str:
+def _where(job: JobView, row: int) -> str:
     rank = job.ranks[row]
     call = job.calls[job.last_call[row]]
     site = job.texts.get(int(call["site"]))

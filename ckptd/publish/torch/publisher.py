@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd import events
+from ckptd.base.closing import Closing
 from ckptd.base.net.address import is_here, is_loopback
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.launched import whole as uninterrupted
@@ -160,7 +161,7 @@ class _Shape(NamedTuple):
     looks: tuple[tuple[str, tuple[int, ...], str], ...]
 
 
-class Publisher(OfOneProcess):
+class Publisher(OfOneProcess, Closing):
     """Publishes the weights of a trainer to inference workers.
 
     Every rank makes one, at the same time, and calls `publish` at the same steps. Each rank copies
@@ -718,12 +719,6 @@ class Publisher(OfOneProcess):
                 self._end_slot(self._slots.popitem()[1])
         let_be(self)
         self._ended = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _new_epoch() -> str:

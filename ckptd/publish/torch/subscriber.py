@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ckptd import events
+from ckptd.base.closing import Closing
 from ckptd.base.digest import digest
 from ckptd.base.net.address import parse_address
 from ckptd.base.runtime.host import address_towards
@@ -170,7 +171,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     return b"".join(v.to_bytes(8, "little", signed=True) for v in found.tolist()) + rest
 
 
-class Subscriber(OfOneProcess):
+class Subscriber(OfOneProcess, Closing):
     """Fills the tensors of an inference worker with the newest published version.
 
     Every rank of a rollout makes one and calls `update` alike; a rollout is one model over the
@@ -618,9 +619,7 @@ class Subscriber(OfOneProcess):
         where |= {x.name: (x.memory.numel, x.memory.dtype) for x in scales.values()}
         if self._plan is None or self._plan.epoch != version.epoch or self._where != where:
             about = leader.ask(AskAbout(), PublishedAbout)
-            self._plan = PullPlan(
-                about, side.form.bound, side.laid.rank or 0, self._board.world, memory, scales
-            )
+            self._plan = PullPlan(about, side.form.bound, side.laid.rank or 0, memory, scales)
             self._where = where
         else:
             self._plan.lend(memory, scales)
@@ -791,9 +790,3 @@ class Subscriber(OfOneProcess):
             self._passing.close()
         if isinstance(self._place, StoredWeights):
             self._place.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -28,7 +28,14 @@ from ckptd.base.grids.block import Fill
 from ckptd.base.grids.clip import clip_fill
 from ckptd.base.grids.lattice import reach
 from ckptd.base.runtime.ranks import Board, Peers, error_fields, posted
-from ckptd.errors import CkptdError, CorruptError, DeadlineError, MismatchError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    CorruptError,
+    DeadlineError,
+    MismatchError,
+    UsageError,
+    first_few,
+)
 from ckptd.lay.live import Transfers
 from ckptd.lay.syntax import Average
 from ckptd.lay.values import Values
@@ -758,7 +765,7 @@ class Mover:
             shown = [f"{n} ({k} values)" for n, k in sorted(wrong.items())]
             raise CorruptError(
                 "values arrived at the wrong places",
-                where=", ".join(shown[:8]) + (" ..." if len(shown) > 8 else ""),
+                where=first_few(shown),
                 hint="the plan of the move is wrong, or a tensor changed during it",
             )
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from ckptd.base.closing import Closing
 from ckptd.base.net.address import UnixAddress, parse_server
 from ckptd.base.net.door import Counts, Door
 from ckptd.base.net.signing import check_secret
@@ -24,7 +25,7 @@ from ckptd.store.net.session import Limits, Session
 _CLOSE_S = 30.0
 
 
-class StoreServer(OfOneProcess):
+class StoreServer(OfOneProcess, Closing):
     """Serves `store` to `ckptd.store.net.NetStore`, a thread a connection.
 
     Over TCP clients need the secret; over a Unix socket they must run as our user. No client,
@@ -133,9 +134,3 @@ class StoreServer(OfOneProcess):
             with contextlib.suppress(OSError):  # it was removed
                 if os.stat(self._address.path).st_ino == self._inode:
                     os.unlink(self._address.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
