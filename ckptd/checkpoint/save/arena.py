@@ -505,6 +505,7 @@ class Slots:
     def _make(self, number: int, nbytes: int) -> Slot:
         old = self._arena.pop(number, None)
         if old is not None:  # first, so that both need not fit
+            self._kept = {t: n for t, n in self._kept.items() if n != number}
             self._withdraw(old)
             old.close()
         slot = Slot(number, nbytes)

@@ -263,6 +263,8 @@ def test_killed_between_any_two_instructions() -> None:
         seen.add(slot.sealed)
         if slot.sealed:
             assert bytes(slot.data) == str(slot.sealed).encode() * 8, at
+            assert slot.staged == 8, at
+        assert bytes(slot.data) == b"2" * 8 or not slot._has(2, 8), at
     assert seen == {0, 1, 2}
     slot.close()
 

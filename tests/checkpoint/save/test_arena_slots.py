@@ -139,6 +139,29 @@ def test_a_slot_that_cannot_be_made_lets_saves_wait_for_those_there_are(
     slots.close()
 
 
+def test_a_kept_slot_that_could_not_grow_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory was given up for the larger one, and the snapshot with it."""
+    slots = Slots(1, lambda slot: None)
+    first = slots.acquire(8, 1.0)
+    first.begin(1)
+    first.seal()
+    slots.take(first, 1)
+    slots.keep("memory", 1)
+    slots.release(1)
+    assert slots.kept == {"memory": 1}
+
+    def refuse(number: int, nbytes: int) -> Slot:
+        raise SaveError("no memory", kind="no-memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Slot", refuse)
+        with pytest.raises(SaveError, match="no memory"):
+            slots.acquire(16, 1.0)
+    assert slots.kept == {}
+    assert slots.acquire(8, 1.0).nbytes == 8
+    slots.close()
+
+
 def test_after_a_failure_every_wait_ends() -> None:
     slots = Slots(1, lambda slot: None)
     slots.take(slots.acquire(8, 1.0), 1)

@@ -21,7 +21,8 @@ from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveTracker
-from ckptd.checkpoint.save.messages import AbortSave
+from ckptd.checkpoint.save.messages import AbortSave, Freed, Response, ShardStored
+from ckptd.checkpoint.save.writer import SaveWriter
 from ckptd.errors import CkptdError, ConflictError, DeadlineError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
@@ -347,6 +348,47 @@ def test_abandoning_a_half_staged_save_frees_the_worker(root: str) -> None:
         handle.durable(PATIENCE_S)
     job.save(2, values(2), attempt="0002").durable(PATIENCE_S)
     assert [n.step for n in job.catalogue.line()] == [2]
+    job.close()
+
+
+def test_a_slot_that_is_given_up_is_not_free_before_the_worker_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may still read there: bytes of the next save would go out under this one's name."""
+    freed, plain = threading.Event(), SaveWriter.send
+
+    def send(self: SaveWriter, message: Response) -> None:
+        if isinstance(message, Freed):
+            assert freed.wait(PATIENCE_S)
+        plain(self, message)
+
+    monkeypatch.setattr(SaveWriter, "send", send)
+    job = Job(StoreSpec("memory://unused"), store=MemoryStore("client-test"))
+    number, handle = begun(job, 1)
+    job.client.abandon(number, "a tensor changed")
+    assert handle.done
+    with pytest.raises(SaveError, match="earlier saves still occupy the arena"):
+        job.client.acquire(8, 0.0)
+    freed.set()
+    job.client.acquire(8, PATIENCE_S)
+    job.close()
+
+
+def test_the_newest_snapshot_in_memory_is_remembered_however_many_saves_follow() -> None:
+    """An agent that comes in place of a dead one gets it from here."""
+    job = Job(StoreSpec("memory://unused"), store=MemoryStore("client-test"), slots=2)
+    save = job.request(1, near=("memory",))
+    handle = SaveTracker(1, job.generation, "0001", 0, near=("memory",))
+    total = job.plan.filemap.data_bytes(0)
+    slot = job.client.acquire(total, PATIENCE_S)
+    job.client.begin(save, job.plan, handle, "save/1", slot)
+    slot.staged = fill(job.plan, 0, values(1), slot.data)
+    job.client.seal(save.job, slot)
+    job.client._handle(ShardStored(save.job, "memory"))  # as an agent would answer
+    for step in range(2, 14):
+        job.save(step, values(step)).durable(PATIENCE_S)
+    assert len(job.client._jobs) < 12
+    assert job.client.snapshot(1, job.generation, "0001") is not None
     job.close()
 
 

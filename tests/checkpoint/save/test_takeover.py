@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptd.base.runtime.agentlink import reach
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle
+from ckptd.checkpoint.save.messages import AskStatus, visit
 from ckptd.errors import ProcessError
 from ckptd.store import StoreSpec
 from ckptd.store.base import ThrottleSpec
@@ -229,6 +231,14 @@ def test_both_ranks_of_a_node_hand_over(root: str) -> None:
     os.kill(jobs[0].agent, signal.SIGKILL)
     until(lambda: all(job.client.life == 2 for job in jobs))
     assert until(lambda: jobs[0].snapshots() or None) == [7]
+
+    def complete() -> list[tuple[str, ...]]:
+        agent = reach(jobs[0].place.socket)
+        assert agent is not None
+        return [kept.complete for kept in visit(agent, AskStatus()).snapshots]
+
+    # An agent with some of the shares only knows from its trainers alone that it is complete.
+    until(lambda: complete() == [("memory",)])
     assert jobs[0].agent == jobs[1].agent
     handles = [job.save(8) for job in jobs]
     until(lambda: all(h.done for h in handles))
@@ -246,6 +256,9 @@ def test_a_share_is_counted_once(root: str) -> None:
     first = jobs[0].save(7)
     jobs[1].client.answer()  # connected: another agent is another life for both
     until(lambda: boards[1].count("save/7/0001/near/memory"))
+    ((number, under_way),) = jobs[0].client._jobs.items()
+    jobs[0].client._check_near(number, under_way)
+    assert first.tiers == {"memory": "pending"}, "the other rank has no share yet"
     os.kill(jobs[0].agent, signal.SIGKILL)
     until(lambda: all(job.client.life == 2 for job in jobs))
     second = jobs[1].save(7)

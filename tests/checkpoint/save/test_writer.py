@@ -21,7 +21,7 @@ from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import Response, SaveRequest, Sealed
 from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.checkpoint.save.writer import SaveWriter
-from ckptd.errors import CkptdError, SaveError, StoreError
+from ckptd.errors import CkptdError, ConflictError, SaveError, StoreError
 from ckptd.store import StoreSpec, open_store
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.store.osio import is_cached
@@ -242,3 +242,14 @@ def test_what_failed_is_neither_removed_nor_committed_by_a_survivor(
         worker.join(PATIENCE_S)
     assert len(reported()) == 2
     assert jobs[0].catalogue.latest() is None
+
+
+def test_nothing_is_written_to_another_root_at_the_same_place(memory: MemoryStore) -> None:
+    jobs = two_ranks(memory)
+    handle = jobs[1].save(1, values(1), root_id="0" * 32)
+    with pytest.raises(ConflictError) as caught:
+        handle.durable(PATIENCE_S)
+    assert caught.value.kind == "other-root"
+    for job in jobs:
+        job.close()
+    assert [*memory.list("data/")] == []
