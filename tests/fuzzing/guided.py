@@ -22,6 +22,8 @@ import atheris
 TIMEOUT_S = 10
 MEMORY_MB = 2048
 LONGEST = 4096
+ROUND_S = 20.0
+"""Seconds of a process: atheris keeps every array that a comparison of arrays returns."""
 FOLLOWED = ["ckptd", "ckptd_nccl", "h11", "http", "prometheus_client", "starlette", "wsgiref"]
 """Packages whose branches lead to the next inputs, as far as `targets` imports them first."""
 
@@ -33,16 +35,19 @@ def main() -> int:
     os.environ["CKPTD_FUZZ_SCRATCH"] = str(folder)
     with atheris.instrument_imports(include=FOLLOWED, enable_loader_override=False):
         from tests.fuzzing.targets import TARGETS
+    timed = runs.endswith("s")
+    rounds = math.ceil(float(runs[:-1]) / ROUND_S) if timed else 1
+    each = f"{float(runs[:-1]) / rounds:g}s" if timed else runs
     failed = 0
-    for name in names or TARGETS:
+    for name, number in itertools.product(names or TARGETS, range(1, rounds + 1)):
         pid = os.fork()
         if pid == 0:
-            _fuzz(name, folder, runs)
+            _fuzz(name, folder, each, number)
         failed += os.waitpid(pid, 0)[1] != 0
     return min(failed, 125)
 
 
-def _fuzz(name: str, folder: Path, runs: str) -> None:
+def _fuzz(name: str, folder: Path, runs: str, seed: int) -> None:
     from ckptd.errors import CkptdError
     from tests.fuzzing.targets import TARGETS
 
@@ -65,7 +70,8 @@ def _fuzz(name: str, folder: Path, runs: str) -> None:
             print(f"{name}: {number} inputs in {runs} of processor time", flush=True)
             os._exit(0)
 
-    print(f"== {name}", flush=True)
+    if seed == 1:
+        print(f"== {name}", flush=True)
     told = [
         f"-runs={-1 if timed else runs}",
         f"-timeout={TIMEOUT_S}",
@@ -73,7 +79,7 @@ def _fuzz(name: str, folder: Path, runs: str) -> None:
         f"-max_len={LONGEST}",
     ]
     told += [
-        "-seed=1",
+        f"-seed={seed}",
         "-keep_seed=1",
         "-print_final_stats=1",
         f"-artifact_prefix={folder}/found/{short}-",
