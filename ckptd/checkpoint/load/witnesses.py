@@ -276,9 +276,7 @@ class WitnessCheck:
         """Return what to look at in a chunk, or None."""
         if self._wanted is None or not self._plan.counts[tensor] or not piece.numel:
             return None
-        slots, elements = self._plan.select(tensor, piece_regions(piece))
-        order = np.argsort(elements, kind="stable")
-        return ChunkWitness(tensor, slots[order], elements[order])
+        return ChunkWitness(tensor, *self._plan.select(tensor, piece_regions(piece)))
 
     def feed(self, chunk: ChunkWitness, at: int, data: NDArray[np.uint8]) -> None:
         """Look at bytes ``[at, at + len(data))`` of a chunk: whole elements."""

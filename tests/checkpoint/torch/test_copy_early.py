@@ -104,6 +104,28 @@ def test_the_first_save_asks_one_by_one(one_by_one: list[int]) -> None:
     assert one_by_one == [4]
 
 
+class Mean:
+    """Makes its tensor when it is asked for its state, each time in other memory."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    def state_dict(self) -> State:
+        self.made.append(torch.full((8,), float(len(self.made))))
+        return {"mean": self.made[-1]}
+
+    def load_state_dict(self, state: State) -> None:
+        self.made = [state["mean"]]
+
+
+def test_what_is_made_for_each_save_is_copied_from_where_it_lies() -> None:
+    saves = Saves({"a": torch.arange(8.0), "m": Mean()})
+    for number in (1, 2):
+        copied = saves.copy(saves.flattener.flatten(saves.state).tensors)
+        assert copied["m.mean"] == raw(torch.full((8,), float(number)))
+    saves.slot.close()
+
+
 def moved(tensor: torch.Tensor) -> None:
     tensor.data = tensor.detach().clone()
 
