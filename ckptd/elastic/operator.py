@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from ckptd.base.closing import Closing
@@ -16,6 +16,7 @@ from ckptd.base.net.connection import Connection
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import PURPOSE, await_greeting, dial
 from ckptd.elastic.messages import (
+    Announce,
     Answer,
     Ask,
     DoneEvent,
@@ -114,15 +115,46 @@ class OperatorLink(Closing):
         while True:
             problem: Exception | None = None
             try:
-                for status in self._subscribed():
-                    received_at = time.monotonic()
-                    yield status
-                    received_at = time.monotonic()
+                for status in self.subscribed():
+                    if status is not None:
+                        received_at = time.monotonic()
+                        yield status
+                        received_at = time.monotonic()
             except (OSError, CkptdError) as error:
                 problem = error
             if time.monotonic() - received_at > self._timeout_s:
                 raise self._nobody(problem) from problem
             time.sleep(_PAUSE_S)
+
+    def subscribed(
+        self, url: str = "", turn_s: float = 1.0
+    ) -> Generator[Status | None, None, None]:
+        """Yield what one connection brings until it is silent, and None after each `turn_s`.
+
+        Parameters
+        ----------
+        url
+            Announced to the controller as that of the job's daemon, unless it is empty.
+
+        Raises
+        ------
+        OSError, CkptdError
+            It cannot be made, or breaks.
+        """
+        connection = self._dial(_DIAL_S)
+        try:
+            if url:
+                connection.send(Announce(number=2, url=url))
+            connection.send(Subscribe(number=1))
+            last = time.monotonic()
+            while time.monotonic() - last < _SILENCE_S:
+                for message in connection.take(_TO_OPERATOR, turn_s):
+                    last = time.monotonic()
+                    if isinstance(message, Status):
+                        yield message
+                yield None
+        finally:
+            connection.release()
 
     def greet(self, address: str, timeout_s: float) -> None:
         """Return once what is at `address` has proved to be the job's controller.
@@ -140,19 +172,6 @@ class OperatorLink(Closing):
             self._disconnect()
 
     # --- inside -----------------------------------------------------------------------------------
-
-    def _subscribed(self) -> Iterator[Status]:
-        connection = self._dial(_DIAL_S)
-        try:
-            connection.send(Subscribe(number=1))
-            last = time.monotonic()
-            while time.monotonic() - last < _SILENCE_S:
-                for message in connection.take(_TO_OPERATOR, 1.0):
-                    last = time.monotonic()
-                    if isinstance(message, Status):
-                        yield message
-        finally:
-            connection.release()
 
     def _do(self, event: DoneEvent) -> Answer:
         answer = self._call(lambda number: OperatorCommand(number=number, event=event), once=True)

@@ -130,8 +130,7 @@ def _moved(event: AnyEvent, by: int) -> AnyEvent:
     if not by:
         return event
     name = "start_ns" if isinstance(event, Span) else "at_ns"
-    moved: AnyEvent = msgspec.structs.replace(event, **{name: max(0, event.time_ns + by)})
-    return moved
+    return msgspec.structs.replace(event, **{name: max(0, event.time_ns + by)})
 
 
 def _event_files(folder: str) -> list[Path]:

@@ -281,8 +281,7 @@ def _stands_out(
     medians: Array, error: Array, spread: float, least: float | Array, z: float
 ) -> Array:
     """Return which medians are slow; one of few probes varies more than one of many."""
-    out: Array = np.nan_to_num(medians) > np.maximum(np.nan_to_num(least), z * error * spread)
-    return out
+    return np.nan_to_num(medians) > np.maximum(np.nan_to_num(least), z * error * spread)
 
 
 def _judged(effect: Effect, before: Sequence[Effect], limits: LinkLimits) -> Effect:

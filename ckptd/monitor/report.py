@@ -939,8 +939,7 @@ def gathered(
 def ended_on_purpose(ranks: Array, fenced: int) -> Array:
     """Return which rows are of a life that a controller ends; one without a number is none."""
     generation = ranks["generation"]
-    out: Array = (generation > 0) & (generation < fenced)
-    return out
+    return (generation > 0) & (generation < fenced)
 
 
 def selected(job: JobView, kept: Array) -> JobView:

@@ -27,7 +27,7 @@ from ckptd.lay.syntax import Affine, Quantized
 from ckptd.lay.values import Values
 from ckptd.publish.messages import TileSteps
 from ckptd.publish.tiles import along_axes, quantize_tiles, tile_cuts, tile_maxima, tiles_of
-from ckptd.reshard.changes import POWERS, largest, quantized, scale_shape, scales_of
+from ckptd.reshard.changes import POWERS, largest, quantized, scale_shape, scales_of, unfit_value
 from ckptd.reshard.live.memory import TensorMemory
 from ckptd.types import DType
 
@@ -183,11 +183,7 @@ class QuantizedTensor:
             A value is not finite, so its block has no scale.
         """
         if not np.isfinite(maxima).all():
-            raise UsageError(
-                "a value does not fit the type it is cast to",
-                where=self._name,
-                wanted="finite values, which have a scale",
-            )
+            raise unfit_value(self._name)
         at = self._where(cut)
         with self._lock:  # several ranks may have shares in one block
             found = self._maxima[at]

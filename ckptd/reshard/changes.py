@@ -64,11 +64,12 @@ class Linear:
         with np.errstate(over="ignore", invalid="ignore"):
             target[...] = values.astype(target.dtype)
         if _overflows(target, values):
-            raise UsageError(
-                "a value does not fit the type it is cast to",
-                where=self.tensor,
-                wanted=f"values of {target.dtype}",
-            )
+            raise unfit_value(self.tensor, f"values of {target.dtype}")
+
+
+def unfit_value(tensor: str, wanted: str = "finite values, which have a scale") -> UsageError:
+    """Return the error for a value that the type of a target does not have."""
+    return UsageError("a value does not fit the type it is cast to", where=tensor, wanted=wanted)
 
 
 def _overflows(target: NDArray[Any], values: NDArray[Any]) -> bool:
@@ -504,8 +505,7 @@ class Scaled:
 
     def _gathered(self, coordinates: Any) -> F32:
         at = tuple(c // b for c, b in zip(coordinates, self.block, strict=True))
-        found: F32 = self._scales[at] if at else self._scales
-        return found
+        return self._scales[at] if at else self._scales
 
 
 def block_maxima(

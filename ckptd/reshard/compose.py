@@ -19,7 +19,7 @@ from ckptd.base.grids.block import Block
 from ckptd.base.grids.grid import Axis, Grid, Piece, whole
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.load.plan import Change
-from ckptd.errors import MismatchError, UsageError, first_few
+from ckptd.errors import MismatchError, first_few
 from ckptd.lay.bind import bind_sizes, bind_stored, from_stored
 from ckptd.lay.check import check, check_bound
 from ckptd.lay.copies import Composition, Copy, compose
@@ -52,6 +52,7 @@ from ckptd.reshard.changes import (
     scale_shape,
     scale_type,
     step_promise,
+    unfit_value,
 )
 from ckptd.reshard.dequantized import DEQUANTIZE
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
@@ -106,11 +107,7 @@ def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
                 found = values[(first - part.lo) // 4 : (last - part.lo) // 4]
                 block_maxima(maxima, found, begin, piece.box, block)
     if not np.isfinite(maxima).all():
-        raise UsageError(
-            "a value does not fit the type it is cast to",
-            where=link.tensor.name,
-            wanted="finite values, which have a scale",
-        )
+        raise unfit_value(link.tensor.name)
     return block_scales(maxima, modifier, link.tensor.name)
 
 

@@ -43,7 +43,7 @@ from ckptd.readers.hints import config_hints
 from ckptd.reshard.buckets import Bucket, check_bounds, join_buckets, place_pieces
 from ckptd.reshard.plan import ChunkFeed, Take
 from ckptd.reshard.reading import ValueReader
-from ckptd.reshard.source import SourceTensors, StockTensor
+from ckptd.reshard.source import SourceTensors, StockTensor, unequal_copy
 from ckptd.store.base import Store
 from ckptd.types import DType
 
@@ -221,15 +221,7 @@ class _Ranks:
         for mine, digest in zip(held, self._digests(held), strict=True):
             other, wanted = first.setdefault(mine.what, (mine, digest))
             if digest != wanted and mine.of[0] != other.of[0]:
-                raise CorruptError(
-                    "a copy of a tensor is not equal to it",
-                    kind="replicas-differ",
-                    where=self._shown(mine),
-                    wanted=f"what {self._shown(other)} holds",
-                    found="other values",
-                    hint="if it is a tensor of its own, give it a rule of its own in the source's"
-                    " layout, in place of the alias",
-                )
+                raise unequal_copy(self._shown(mine), self._shown(other), "other values")
             if digest != wanted:
                 raise CorruptError(
                     "replicas differ between ranks",

@@ -30,7 +30,7 @@ from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.load.source import PerRankValues
 from ckptd.checkpoint.load.witnesses import read_witness
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.reshard.dequantized import PlainTensor, plain_tensors
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
@@ -313,3 +313,16 @@ def _witness(reader: CkptdReader) -> tuple[tuple[WitnessPlan, Witness] | None, s
     plan = WitnessPlan.of(reader.manifest)
     found = read_witness(reader.store, reader.manifest, plan)
     return (None, "the source has no witness") if found is None else ((plan, found), "")
+
+
+def unequal_copy(copy: str, original: str, found: str) -> CorruptError:
+    """Return the error for what the source's layout calls a copy, and has values of its own."""
+    return CorruptError(
+        "a copy of a tensor is not equal to it",
+        kind="replicas-differ",
+        where=copy,
+        wanted=f"what {original} holds",
+        found=found,
+        hint="if it is a tensor of its own, give it a rule of its own in the source's layout, "
+        "in place of the alias",
+    )

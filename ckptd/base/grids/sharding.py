@@ -185,10 +185,7 @@ def owner_array(
     if mesh_ranks.shape != mesh_shape:
         raise ValueError(f"ranks of a mesh of {mesh_ranks.shape} for one of {mesh_shape}")
     chosen = _coordinate(replica if replica is not None else (0,) * len(mesh_shape), mesh_shape)
-    ranks: NDArray[np.int64] = mesh_ranks.reshape(-1)[
-        _mesh_positions(shape, mesh_shape, placements, chosen)
-    ]
-    return ranks
+    return mesh_ranks.reshape(-1)[_mesh_positions(shape, mesh_shape, placements, chosen)]
 
 
 @lru_cache(maxsize=256)

@@ -67,13 +67,17 @@ class AgentPlace:
 
 def _short(path: Path) -> Path:
     if len(os.fsencode(path)) > _MOST_PATH_BYTES:
-        raise ProcessError(
-            "the node's agent cannot create its socket",
-            where=str(path),
-            wanted=f"a path of at most {_MOST_PATH_BYTES} bytes",
-            hint="set CKPTD_RUN_DIR to a folder with a short path",
-        )
+        raise _no_socket(path, wanted=f"a path of at most {_MOST_PATH_BYTES} bytes")
     return path
+
+
+def _no_socket(path: Path, **said: str) -> ProcessError:
+    return ProcessError(
+        "the node's agent cannot create its socket",
+        where=str(path),
+        hint="set CKPTD_RUN_DIR to a folder with a short path",
+        **said,
+    )
 
 
 def run_folder(folder: str | None = None) -> Path:
@@ -218,12 +222,7 @@ def listen(place: AgentPlace) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ProcessError(
-            "the node's agent cannot create its socket",
-            where=str(place.socket),
-            found=str(error),
-            hint="set CKPTD_RUN_DIR to a folder with a short path",
-        ) from error
+        raise _no_socket(place.socket, found=str(error)) from error
     return listener
 
 

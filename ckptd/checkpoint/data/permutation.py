@@ -78,8 +78,7 @@ class Permutation:
                 right = (right + _mixed(left, key) % _U(self._right)) % _U(self._right)
             else:
                 left = (left + _mixed(right, key) % _U(self._left)) % _U(self._left)
-        out: _Ints = (left * _U(self._right) + right).astype(np.int64)
-        return out
+        return (left * _U(self._right) + right).astype(np.int64)
 
 
 def _round_keys(size: int, key: tuple[int, ...]) -> list[np.uint64]:

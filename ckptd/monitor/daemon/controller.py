@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from ckptd.base.net.connection import Connection
-from ckptd.decoding import converter, msgpack_decoder
-from ckptd.elastic.dial import dial
+from ckptd.decoding import converter
 from ckptd.elastic.messages import (
-    Announce,
     Answer,
     Order,
     OrderKind,
     Status,
-    Subscribe,
     Suspected,
-    ToOperator,
 )
 from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, UsageError
 
-_DIAL_S = 2.0
-_TO_OPERATOR = msgpack_decoder(ToOperator)
 _TURN_S = 0.25
-_SILENCE_S = 10.0
 _PAUSE_S = 0.3
 _ANSWER_S = 10.0
 _END_S = 5.0
@@ -70,13 +61,7 @@ class ControllerLink:
         on_status: Callable[[Status | None], None],
         url: str = "",
     ) -> None:
-        self._addresses, self._job, self._secret, self._on_status = (
-            addresses,
-            job,
-            secret,
-            on_status,
-        )
-        self._url = url
+        self._job, self._on_status, self._url = job, on_status, url
         self._calls = OperatorLink(addresses, job, secret, name="daemon", timeout_s=_ANSWER_S)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -123,35 +108,13 @@ class ControllerLink:
             self._ended.wait(_PAUSE_S)
 
     def _follow(self) -> None:
-        address = self._addresses()
-        if not address:
-            return
-        connection, _ = dial(
-            address,
-            job=self._job,
-            role="operator",
-            name="daemon",
-            secret=self._secret,
-            timeout_s=_DIAL_S,
-        )
-        try:
-            self._read(connection)
-        finally:
-            connection.release()
-
-    def _read(self, connection: Connection) -> None:
-        if self._url:
-            connection.send(Announce(number=2, url=self._url))
-        connection.send(Subscribe(number=1))
-        last = time.monotonic()
-        while not self._ended.is_set():
-            for message in connection.take(_TO_OPERATOR, _TURN_S):
-                last = time.monotonic()
-                if isinstance(message, Status) and message.job == self._job:
-                    self.status, self.connected = message, True
-                    self._on_status(message)
-            if time.monotonic() - last > _SILENCE_S:
-                return
+        with contextlib.closing(self._calls.subscribed(self._url, _TURN_S)) as statuses:
+            for status in statuses:
+                if status is not None and status.job == self._job:
+                    self.status, self.connected = status, True
+                    self._on_status(status)
+                if self._ended.is_set():
+                    return
 
 
 # --- orders of people -----------------------------------------------------------------------------

@@ -52,8 +52,7 @@ def _new_ways(ranks: Array, what: Array, whose: Array, circle: Array) -> Array:
     ways[1:] = mix(what[:-1], what[1:], whose[1:], np.isin(ranks[1:], circle))
     ways[1:][ranks[1:] != ranks[:-1]] = 0
     _, codes, counts = np.unique(ways, return_inverse=True, return_counts=True)
-    new: Array = counts[codes] <= 1
-    return new
+    return counts[codes] <= 1
 
 
 def outvoted(job: JobView, circle: Array) -> Array:

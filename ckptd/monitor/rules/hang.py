@@ -343,16 +343,14 @@ def _subtype(job: JobView, row: int) -> str:
 
 def _frozen(job: JobView) -> Array:
     """Return ranks whose process cannot take part in a call that it has entered."""
-    out: Array = np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
-    return out
+    return np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
 
 
 def _beside(job: JobView, wait: Waits, stopped: Array) -> Array:
     """Return ranks in a call that all have entered, one of `stopped` and one that runs as well."""
     runs = wait.complete & ~_frozen(job)
     codes = np.intersect1d(wait.code[wait.complete & stopped], wait.code[runs])
-    out: Array = wait.complete & np.isin(wait.code, codes)
-    return out
+    return wait.complete & np.isin(wait.code, codes)
 
 
 # --- circles ------------------------------------------------------------------------------------
@@ -558,8 +556,7 @@ def _queued(job: JobView) -> Array:
     calls, ranks = job.calls, job.ranks
     out = np.zeros(len(ranks), bool)
     out[calls["row"][_pending(job) & ((calls["flags"] & CallFlag.QUEUED) != 0)]] = True
-    looks: Array = out & (ranks["heartbeat"] <= STALE_S)
-    return looks
+    return out & (ranks["heartbeat"] <= STALE_S)
 
 
 def _before(

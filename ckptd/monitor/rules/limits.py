@@ -123,8 +123,7 @@ class CallLoops:
             return np.zeros(len(last), bool)
         least = limits.floors.get(Phase.TRAIN, TRAIN_S) / 2
         again = self.keys[(self.times >= LOOP_CALLS) & (self.spans >= least)]
-        out: Array = (last >= 0) & np.isin(_keys(job.calls[last], _CALL), again)
-        return out
+        return (last >= 0) & np.isin(_keys(job.calls[last], _CALL), again)
 
 
 @dataclass(frozen=True)
@@ -149,15 +148,13 @@ class Learned:
         last = job.last_call
         if not len(job.calls):
             return np.zeros(len(last), bool)
-        known: Array = (last >= 0) & np.isin(_keys(job.calls[last], _CALL), self.keys)
-        return known
+        return (last >= 0) & np.isin(_keys(job.calls[last], _CALL), self.keys)
 
     def _usual(self, keys: Array) -> Array:
         if not len(self.keys):
             return np.zeros(len(keys))
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        usual: Array = np.where(self.keys[at] == keys, self.longest[at], 0.0)
-        return usual
+        return np.where(self.keys[at] == keys, self.longest[at], 0.0)
 
     def limit(
         self, job: JobView, limits: HangLimits, *, in_call: bool, started: Array | None = None
@@ -195,8 +192,7 @@ class Learned:
             return floors
         keys = _keys(calls[last], _CALL if in_call else _GAP)
         usual = np.where(last >= 0, self._usual(keys), 0.0)
-        out: Array = np.maximum(floors, limits.factor * usual)
-        return out
+        return np.maximum(floors, limits.factor * usual)
 
 
 def _keys(calls: Array, what: np.uint64) -> Array:

@@ -44,8 +44,7 @@ def _reporting(job: JobView, by_rank: Array, members: Array, have: Array, room: 
     at = np.minimum(np.searchsorted(ranks, members, sorter=by_rank), len(ranks) - 1)
     rows = by_rank[at]
     rows = rows[(ranks[rows] == members) & room[rows]]
-    out: Array = np.setdiff1d(rows, have)
-    return out
+    return np.setdiff1d(rows, have)
 
 
 def _rows(group: int, size: int, rows: Array) -> Array:
@@ -152,8 +151,7 @@ def _standing(job: JobView, limits: HangLimits) -> Array:
     """Return the groups in which a rank has waited for longer than a pause of the machine."""
     ranks = job.ranks
     long = (ranks["pending_group"] != 0) & (ranks["pending_age"] > limits.still_s)
-    out: Array = np.unique(ranks["pending_group"][long])
-    return out
+    return np.unique(ranks["pending_group"][long])
 
 
 def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
@@ -197,8 +195,7 @@ def _calls_of(job: JobView, row: int, first: np.void) -> tuple[_Calls, _Calls]:
 def _signatures(rows: Array, starts: Array, sizes: Array) -> Array:
     variable = np.logical_or.reduceat((rows["flags"] & CallFlag.VARIABLE) != 0, starts)
     whole = mix(rows["op"], rows["dtype"], rows["bytes"], rows["root"])
-    out: Array = np.where(np.repeat(variable, sizes), rows["op"].astype(np.uint64), whole)
-    return out
+    return np.where(np.repeat(variable, sizes), rows["op"].astype(np.uint64), whole)
 
 
 def _verdict(

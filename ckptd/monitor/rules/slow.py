@@ -71,8 +71,7 @@ def _free_since(calls: Array, same: Array) -> Array:
     lift = np.cumsum(~same) * (2 * span)
     running = np.maximum.accumulate(np.minimum(ends, high + 0.5) - low + lift)
     before = np.roll(running, 1) - np.roll(lift, 1) + low
-    out: Array = np.where(same & (before < high + 0.25), before, np.nan)
-    return out
+    return np.where(same & (before < high + 0.25), before, np.nan)
 
 
 # --- one rank against its peers -------------------------------------------------------------------
@@ -288,14 +287,12 @@ def scores(seconds: Array, roles: RankRoles, limits: SlowLimits, past: Array | N
     whole = _whole(moved, roles.replica, limits)
     z = np.where(whole > limits.z, np.fmax(z, whole), z)
     rest = np.where(whole > limits.z, rest + moved, rest)
-    out: Array = np.stack([np.nan_to_num(z, nan=0.0), np.exp(np.nan_to_num(rest, nan=0.0))])
-    return out
+    return np.stack([np.nan_to_num(z, nan=0.0), np.exp(np.nan_to_num(rest, nan=0.0))])
 
 
 def _enough(roles: RankRoles, limits: SlowLimits) -> Array:
     """Return which ranks have enough others of their role to be compared with them."""
-    out: Array = np.bincount(roles.stage)[roles.stage] >= limits.cohort
-    return out
+    return np.bincount(roles.stage)[roles.stage] >= limits.cohort
 
 
 def _among(rest: Array, replica: Array) -> Array:
@@ -342,8 +339,7 @@ def _whole(moved: Array, replica: Array, limits: SlowLimits) -> Array:
     away = offset - np.median(offset[replicas])
     spread = sigma(offset[replicas])
     z = np.where(size <= limits.node, away / spread, 0.0) if spread > 0 else np.zeros(len(size))
-    out: Array = z[replica]
-    return out
+    return z[replica]
 
 
 def _logs(seconds: Array) -> Array:
@@ -368,8 +364,7 @@ def _medians(logs: Array) -> Array:
 
 def _cohort_sigma(rest: Array, stage: Array) -> Array:
     spread = grouped_median(np.abs(rest), stage, len(stage) + 1) * MAD_TO_SIGMA
-    out: Array = spread[stage]
-    return out
+    return spread[stage]
 
 
 def _own_sigma(past: Array | None, usual: Array, limits: SlowLimits) -> Array:
@@ -425,8 +420,7 @@ def slow_ranks(
 
 def _slow(found: Array, roles: RankRoles, limits: SlowLimits) -> Array:
     z = np.where(_enough(roles, limits), limits.z, limits.own_z)
-    out: Array = (found[:, 0] > z).all(0) & (_ratios(found) > limits.ratio)
-    return out
+    return (found[:, 0] > z).all(0) & (_ratios(found) > limits.ratio)
 
 
 def _much_slower(found: Array, roles: RankRoles, limits: SlowLimits) -> Array:
@@ -601,8 +595,7 @@ def _told(seconds: float) -> str:
 
 def _masked(own: Array, roles: RankRoles, limits: SlowLimits) -> Array:
     few = np.bincount(roles.stage)[roles.stage] < limits.cohort
-    out: Array = np.where(few, np.nan, own)
-    return out
+    return np.where(few, np.nan, own)
 
 
 def few_slow(

@@ -18,7 +18,7 @@ from ckptd.checkpoint.save.arena import Slot
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.publish.carrier import LinkedReader, PartsReader, SlotReader
-from ckptd.publish.link import ServerLink
+from ckptd.publish.link import ServerLink, damaged
 from ckptd.publish.messages import (
     MOST_READ_BYTES,
     BlockRead,
@@ -223,11 +223,7 @@ class GroupCarrier:
                 "version not available from the publisher", kind="no-version", where=f"rank {peer}"
             )
         if digest(into.data) != head[1:].tobytes():
-            raise CorruptError(
-                "bytes from a publisher were corrupted in transit",
-                where=f"rank {peer}",
-                hint="nothing was written to the tensors; update() again",
-            )
+            raise damaged(f"rank {peer}")
 
     def close(self) -> None:
         """See `ckptd.publish.carrier.WeightCarrier`."""

@@ -38,7 +38,9 @@ from ckptd.reshard.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.reshard.live.plan import MovePlan, Roles, make_plan
 from ckptd.reshard.live.transport import Transport
 from ckptd.reshard.torch.layout.binder import BoundLayout, JobLayout, SeenNames
+from ckptd.reshard.torch.layout.loading import different_numbers
 from ckptd.reshard.torch.layout.program import Spelling
+from ckptd.reshard.torch.layout.saving import check_shape
 from ckptd.reshard.torch.transport import TorchTransport
 from ckptd.types import DType, dtype_of
 
@@ -271,14 +273,7 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
         if leaf is None or tensor.state not in states:
             continue
         local = leaf.local
-        if tuple(local.shape) != tensor.shape:
-            raise MismatchError(
-                "a tensor has another shape than the layout says",
-                kind="lay-fit",
-                where=names[tensor.name],
-                wanted=tensor.shape,
-                found=tuple(local.shape),
-            )
+        check_shape(names[tensor.name], tensor.shape, tuple(local.shape))
         yield BoundLocal(tensor, leaf, local)
 
 
@@ -511,13 +506,7 @@ class _Move:
                 if leaf is None or not found:
                     continue
                 if len(found) > 1:
-                    error = MismatchError(
-                        "parameters with different numbers become one tensor",
-                        kind="lay-fit",
-                        where=name,
-                    )
-                    error.state_corrupted = True
-                    raise error
+                    raise different_numbers(name, found)
                 write_number(leaf, found.pop())
                 filled.add(name)
         by_leaf = {x.name for x in self.prepared.tensors.values() if _named(x) & filled}

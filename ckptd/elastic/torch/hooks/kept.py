@@ -334,8 +334,7 @@ class _Resumed(CanonicalGradients):
         mine = torch.tensor(row, dtype=torch.int64, device=self._device)
         out = mine.new_empty(dist.get_world_size() * len(row))
         dist.all_gather_into_tensor(out, mine)
-        rows: list[list[int]] = out.view(-1, len(row)).tolist()
-        return rows
+        return out.view(-1, len(row)).tolist()
 
     # -- in a step ---------------------------------------------------------------------------------
 

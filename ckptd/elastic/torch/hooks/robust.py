@@ -93,8 +93,7 @@ def flag(rows: torch.Tensor, dimensions: int | None = None) -> torch.Tensor:
     # The projected mean of gradients g_i = length_i * unit_i, with lengths of the median at most.
     scale = lengths.clamp(max=float(usual))
     weights = coefficients @ scale / n
-    out: torch.Tensor = (weights / divisors).to(rows.dtype) @ rows
-    return out
+    return (weights / divisors).to(rows.dtype) @ rows
 
 
 def _projection(units: torch.Tensor, dimensions: int) -> torch.Tensor:

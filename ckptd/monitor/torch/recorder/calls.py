@@ -231,8 +231,7 @@ def nbytes(value: Any) -> int:
             return nbytes(value[0])
         parts = [nbytes(v) for v in value]
         return -1 if -1 in parts else sum(parts)
-    bytes_: int = value.nbytes if value.layout is _STRIDED else -1
-    return bytes_
+    return value.nbytes if value.layout is _STRIDED else -1
 
 
 class Groups:

@@ -5,7 +5,7 @@ In it: values of parameters that become one (step counters), and how they have t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from ckptd.checkpoint.torch.layouts import LayoutLoad
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import Matching
-from ckptd.errors import MismatchError
+from ckptd.errors import MismatchError, first_few
 from ckptd.lay.copies import TargetPlan
 from ckptd.lay.local import BoundTensor
 from ckptd.reshard.changes import change_of
@@ -291,14 +291,19 @@ class BoundLoad(LayoutLoad):
         """
         for name, values in self._same:
             if any(not np.array_equal(v, values[0]) for v in values[1:]):
-                error = MismatchError(
-                    "parameters with different numbers become one tensor",
-                    kind="lay-fit",
-                    where=name,
-                    found=", ".join(v.tobytes().hex() for v in values[:4]),
-                )
-                error.state_corrupted = True
-                raise error
+                raise different_numbers(name, [v.tobytes().hex() for v in values])
         for target, dtype, fills in self._fills:
             for fill in fills:
                 filling.fill(target, fill, dtype)
+
+
+def different_numbers(name: str, found: Collection[object]) -> MismatchError:
+    """Return the error for parameters that become one tensor, and have not one number."""
+    error = MismatchError(
+        "parameters with different numbers become one tensor",
+        kind="lay-fit",
+        where=name,
+        found=first_few(found, 4),
+    )
+    error.state_corrupted = True
+    return error

@@ -311,13 +311,18 @@ def _check(leaf: TensorLeaf, name: str, shape: tuple[int, ...]) -> None:
             where=name,
             hint="describe DTensors as whole tensors, by a layout 'on none'",
         )
-    if leaf.shape != shape:
+    check_shape(name, shape, leaf.shape)
+
+
+def check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> None:
+    """Raise `MismatchError` where a tensor has another shape than the layout says."""
+    if found != wanted:
         raise MismatchError(
             "a tensor has another shape than the layout says",
             kind="lay-fit",
             where=name,
-            wanted=shape,
-            found=leaf.shape,
+            wanted=wanted,
+            found=found,
         )
 
 
