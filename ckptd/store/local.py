@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 import re
-import secrets
 import stat as stat_module
 import threading
 import time
@@ -586,7 +585,7 @@ class LocalStore(Store):
 
     def _put(self, path: str, data: memoryview, create_only: bool) -> None:
         folder = os.path.dirname(path)
-        temporary = os.path.join(folder, f"~{secrets.token_hex(12)}.put")
+        temporary = os.path.join(folder, f"~{os.urandom(12).hex()}.put")
         lasts = folder != self._fleeting
         try:
             self._write_temporary(temporary, data, lasts)

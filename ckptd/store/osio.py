@@ -14,7 +14,6 @@ import errno
 import functools
 import mmap
 import os
-import secrets
 import stat as stat_module
 import threading
 import time
@@ -62,7 +61,7 @@ def while_folders_vanish(act: Callable[[], _T], where: str) -> _T:
     """
     for tried in range(_MOST_RACES):
         if tried:
-            time.sleep(secrets.randbelow(1 + tried) / 500)
+            time.sleep(os.urandom(1)[0] % (1 + tried) / 500)
         with suppress(FileNotFoundError):
             return act()
     raise TransientStoreError("the folder vanishes while it is created", where=where)

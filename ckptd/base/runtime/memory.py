@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 import sys
-import tempfile
 import threading
 import weakref
 from array import array
@@ -198,6 +197,8 @@ def anonymous_file(name: str) -> int:
     """Return the descriptor of an empty file without a path, in memory where there is such."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    import tempfile  # and half of the standard library with it
+
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

@@ -270,11 +270,12 @@ class Slot:
             The trainer died, or stopped for `timeout_s`, in mid-copy; what is staged is no
             consistent state and must not be written.
         """
-        end = time.monotonic() + timeout_s
+        end, pause = time.monotonic() + timeout_s, 0.0
         while not self._has(job, nbytes):
             if (not alive() and not self._has(job, nbytes)) or time.monotonic() > end:
                 raise half_staged(f"{nbytes} bytes staged", self.staged)
-            time.sleep(_POLL_S)
+            pause = min(pause + _POLL_S, 4 * _POLL_S)
+            time.sleep(pause)
 
     def _leave_to_parent(self) -> None:
         """Unmap the memory in a forked child; the lock for devices stays the parent's."""
@@ -307,11 +308,8 @@ def _closed() -> SaveError:
 
 def half_staged(wanted: str, staged: int) -> SaveError:
     """Return the error for a snapshot that will never be complete."""
-    return SaveError(
-        "the trainer died before its state was copied",
-        wanted=wanted,
-        found=f"{staged} bytes staged",
-    )
+    found = f"{staged} bytes staged"
+    return SaveError("the trainer died before its state was copied", wanted=wanted, found=found)
 
 
 def slots_for(nbytes: int, wanted: int | None, room: int) -> int:

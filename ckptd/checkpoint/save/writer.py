@@ -10,6 +10,11 @@ It ends when nothing is left to do and the channel is closed.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: each collection would visit that
+
 import logging
 import os
 import socket
@@ -274,13 +279,12 @@ class SaveWriter:
 
     def _wait_sealed(self, save: SaveRequest, slot: Slot, until: float) -> Sealed:
         """Return the seal of this very save: without one what is staged may be half a snapshot."""
+
+        def ended() -> bool:
+            return save.job in {*self._sealed, *self._aborted} or self._orphan.is_set()
+
         with self._arrived:
-            self._arrived.wait_for(
-                lambda: (
-                    save.job in self._sealed or save.job in self._aborted or self._orphan.is_set()
-                ),
-                _left_s(until),
-            )
+            self._arrived.wait_for(ended, _left_s(until))
             seal = self._sealed.get(save.job)
             # Drains go in order: what came for an earlier job, which failed, is needed no more.
             self._sealed = {j: s for j, s in self._sealed.items() if j > save.job}
@@ -594,6 +598,8 @@ def _turn_s(rank: int) -> float:
 
 def main() -> None:
     """Entry point of the process: the channel is the socket whose number is the only argument."""
+    gc.freeze()
+    gc.enable()
     report_crashes()
     worker = SaveWriter(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
     # A worker in a thread of the trainer emits on the same bus, and must not emit twice.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +100,23 @@ def test_what_is_read_behind_leaves_room(
     worker._bring_into_cache(SaveRequest(1, 1, "0001", job=1), share)
     worker._store.close()
     assert bool(asked) is read
+
+
+def test_the_process_collects_nothing_of_what_it_imports() -> None:
+    """A fifth of the processor time from its start to its end went there."""
+    code = (
+        "import gc, runpy, socket, sys\n"
+        "ours, theirs = socket.socketpair()\n"
+        "ours.close()\n"
+        "sys.argv[1:] = [str(theirs.detach())]\n"
+        "runpy.run_module('ckptd.checkpoint.save.writer', run_name='__main__')\n"
+        "few = gc.get_stats()[1]['collections'] <= 3\n"
+        "print(few, gc.isenabled(), gc.get_freeze_count() > 10_000)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert done.stdout == "True True True\n", done
 
 
 def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
