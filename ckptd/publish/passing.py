@@ -312,7 +312,7 @@ class Passing:
                         proved = sums
                         with contextlib.closing(self._taken(other, requests, share, sums)) as came:
                             for found in came:
-                                self._note(share, found)
+                                self._note(share, found, sums[len(share.sums)])
                                 yield found
                         break
                 except CkptdError as error:
@@ -378,11 +378,11 @@ class Passing:
                     raise damaged(other.entry.address)
                 yield found._replace(passed=True)
 
-    def _note(self, share: _Share, found: Arrived) -> None:
+    def _note(self, share: _Share, found: Arrived, known: bytes = b"") -> None:
         """Add an answer to what is passed on once all are there."""
         if not found.good and not found.answer.sizes:
             share.whole = False
-        share.sums.append(sum_of(found.answer, [found.sent]))
+        share.sums.append(known or sum_of(found.answer, [found.sent]))
         share.answers.append((found.answer, found.sent))
         share.progress += 1
 
@@ -409,6 +409,7 @@ class _Taker:
         self._connection = connection
         self._name = b""
         self._share: _Share | None = None
+        self._waits: tuple[bool, int] | None = None
         self._turn = False
 
     def run(self) -> None:
@@ -416,6 +417,7 @@ class _Taker:
         heard = time.monotonic()
         while not self._passing._ended:
             if not self._connection.readable(_TICK_S):
+                self._leave_line()
                 if time.monotonic() > heard + _LATE_S:
                     self._end_turn()
                 continue
@@ -435,10 +437,19 @@ class _Taker:
     def leave(self) -> None:
         """Want nothing more."""
         self._end_turn()
+        self._leave_line()
         if self._share is not None:
             with self._passing._change:
                 self._share.users -= 1
         self._share = None
+
+    def _leave_line(self) -> None:
+        """Give up the place among those that wait; between two questions it is kept for a while."""
+        if self._waits is not None and self._share is not None:
+            with self._passing._change:
+                self._share.waiting.remove(self._waits)
+                self._waits = None
+                self._passing._change.notify_all()
 
     def _end_turn(self) -> None:
         if self._turn and self._share is not None:
@@ -461,7 +472,10 @@ class _Taker:
                 self._name, self._share = name, shares[-1]
                 self._share.users += 1
             share, mine = self._share, (here, asked.place)
-            share.waiting.append(mine)
+            if self._waits != mine:
+                self._leave_line()
+                share.waiting.append(mine)
+                self._waits = mine
 
             def free() -> bool:
                 first = mine == min(one for one in share.waiting if one[0] == here)
@@ -471,9 +485,9 @@ class _Taker:
                 lambda: passing._ended or share.whole is False or free(), asked.wait_s
             )
             self._turn = free()
-            share.waiting.remove(mine)
             if not self._turn:
                 return Passed(share.whole is not False, share.progress)
+            self._leave_line()
             share.busy.add(here)
             passing._free -= 1
             return Passed(True, share.progress, tuple(share.sums))

@@ -206,6 +206,53 @@ def test_who_has_more_behind_it_has_its_turn_first() -> None:
     passing.close()
 
 
+def test_a_worker_keeps_its_place_between_two_questions() -> None:
+    passing = Passing(b"a secret of a test, long enough", "127.0.0.1")
+    share = passing._pulled[-1].shares[b"k"] = _Share()
+    with ExitStack() as ends:
+        takers = []
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            ends.enter_context(ours)
+            ends.enter_context(theirs)
+            takers.append(_Taker(passing, Connection(ours, "a test", 1.0, 1 << 20)))
+        first, second, third = takers
+
+        def takes(taker: _Taker, place: int) -> bool:
+            return bool(taker._offered(AskPassed(b"k", 0.0, place)).sums)
+
+        assert not takes(first, 1)
+        share.sums.append(b"of an answer")
+        passing._settle(share, whole=True)
+        assert not takes(second, 2)  # the first one is about to ask again
+        assert takes(first, 1)
+        first.leave()
+        assert not takes(third, 4)
+        assert takes(second, 2)
+        second._end_turn()
+        assert takes(third, 4)
+        third.leave()
+        second.leave()
+        assert (share.waiting, share.users, share.busy) == ([], 0, set())
+    passing.close()
+
+
+def test_a_worker_that_died_in_its_place_keeps_nobody_waiting() -> None:
+    passing = Passing(b"a secret of a test, long enough", "127.0.0.1")
+    share = passing._pulled[-1].shares[b"k"] = _Share(whole=True, sums=[b"of an answer"])
+    share.waiting.append((True, 0))  # of one that will not ask again
+    ours, theirs = socket.socketpair()
+    gone, there = (_Taker(passing, Connection(s, "a test", 1.0, 1 << 20)) for s in (ours, theirs))
+    gone._share, gone._waits, share.users = share, (True, 0), 1
+    assert not there._offered(AskPassed(b"k", 0.0, 1)).sums
+    threading.Timer(0.1, gone.leave).start()
+    assert there._offered(AskPassed(b"k", PATIENCE_S, 1)).sums
+    there.leave()
+    ours.close()
+    theirs.close()
+    passing.close()
+
+
 def entry(host: int, number: int) -> ServerEntry:
     return ServerEntry(f"host-{host}", f"10.0.{host}.{number}:1", "", "")
 
