@@ -10,9 +10,9 @@ connections to the trainer, in bytes, and what workers report. Hosts are names: 
 
 *Modelled*: workers that need 10 GB each, eight a host, links of 100 Gbit/s, 4 GB/s within a host,
 which begin at once in any order. Of whom each takes is asked of the code that a server has
-(`ckptd.publish.passing.Sources`); who has everything gives it to one after the other. Latency,
-digests, and links that are shared with others are left out. Without passing on the trainer's link
-is shared by all.
+(`ckptd.publish.passing.Sources`); who has everything gives it to one of its own host and one of
+another at a time, as a worker does. Latency, digests, and links that are shared with others are
+left out. Without passing on the trainer's link is shared by all.
 
 *Linked*: 1, 4 and 16 workers, two a host, which pull 4 MB of bfloat16 at once. Each host, and the
 trainer's, is a network namespace that can send and receive 10 Mbit/s (`tc`, htb); within a host
@@ -72,10 +72,12 @@ def modelled(workers: int) -> dict[str, Any]:
         takers[int(path[0].address) if path else -1].append(worker)
 
     def ends(giver: int, begun: float, host: int) -> Iterator[float]:
+        free = {True: begun, False: begun}
         for taker in takers[giver]:
-            begun += NEEDED / (LOCAL if taker // A_HOST == host else LINK)
-            yield begun
-            yield from ends(taker, begun, taker // A_HOST)
+            here = taker // A_HOST == host
+            free[here] += NEEDED / (LOCAL if here else LINK)
+            yield free[here]
+            yield from ends(taker, free[here], taker // A_HOST)
 
     sent = len(takers[-1]) * NEEDED
     return {
