@@ -354,6 +354,8 @@ class PublishServer:
         """Write this rank's objects of a version, which the leader holds."""
         number, base = order.number, order.base
         with self._digested:
+            # Another rank's word that it is whole may be here before this rank's own share.
+            self._digested.wait_for(lambda: max(self._versions, default=0) >= number, _GREETING_S)
             self._digested.wait_for(lambda: number not in self._pending)
             digests = self._digests.get(number)
             tensors = tuple(self._tensors.values())
@@ -431,6 +433,7 @@ class PublishServer:
             kept = {n: b for n, b in self._blocks.items() if n in self._versions}
             self._blocks = kept | {number: BlockDigests(self._tensors.values())}
             self._pending.add(number)
+            self._digested.notify_all()
         threading.Thread(target=self._digest, args=(number,), daemon=True).start()
 
     @contextlib.contextmanager

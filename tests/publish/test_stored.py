@@ -8,7 +8,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
@@ -608,3 +609,15 @@ def test_digests_that_cannot_be_made_are_waited_for_by_nobody(
         rank.publish(1, {"a": np.arange(4)})
         rank.settle()
     assert "no CkptdError" in caplog.text
+
+
+def test_a_version_is_stored_that_is_whole_before_this_server_has_its_share() -> None:
+    values = {"w": np.arange(1000, dtype=np.float32)}
+    server, store = DeltaServer(values, "float32"), in_memory()
+    with ThreadPoolExecutor(1) as other:
+        share = other.submit(server.server._share, 0, StoreOrder(1, 0, True, 1), store)
+        with suppress(TimeoutError):
+            share.result(0.2)  # the last rank of all has told the leader, and not yet this one
+        server.publish(1, values)
+        assert share.result(PATIENCE_S).full > 4000
+    server.close()
