@@ -270,12 +270,11 @@ class Slot:
             The trainer died, or stopped for `timeout_s`, in mid-copy; what is staged is no
             consistent state and must not be written.
         """
-        end, pause = time.monotonic() + timeout_s, 0.0
+        end = time.monotonic() + timeout_s
         while not self._has(job, nbytes):
             if (not alive() and not self._has(job, nbytes)) or time.monotonic() > end:
                 raise half_staged(f"{nbytes} bytes staged", self.staged)
-            pause = min(pause + _POLL_S, 4 * _POLL_S)
-            time.sleep(pause)
+            time.sleep(_POLL_S)
 
     def _leave_to_parent(self) -> None:
         """Unmap the memory in a forked child; the lock for devices stays the parent's."""
