@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptd.checkpoint.format.container import Chunk
@@ -221,33 +222,25 @@ class _Items:
             return None
 
 
+@dataclass(frozen=True, slots=True)
 class _Item:
     """Finds a part of a tensor in its item, when it is wanted."""
 
-    __slots__ = ("_dtype", "_end", "_file", "_headers", "_name", "_names", "_shape", "_start")
-
-    def __init__(
-        self,
-        names: Listing,
-        file: str,
-        start: int,
-        end: int,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        headers: dict[str, _Header],
-    ) -> None:
-        self._headers = headers
-        self._names, self._file, self._name = names, file, name
-        self._start, self._end = start, end
-        self._shape, self._dtype = shape, dtype
+    names: Listing
+    file: str
+    start: int
+    end: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    headers: dict[str, _Header]
 
     def __call__(self) -> Extent:
-        where = f"{self._file}: {self._name}"
-        read = _with_ends(self._names.reads(self._file), self._start, self._end)
-        head = read(self._start, min(self._end, self._start + 8))
+        where = f"{self.file}: {self.name}"
+        read = _with_ends(self.names.reads(self.file), self.start, self.end)
+        head = read(self.start, min(self.end, self.start + 8))
         if head[:4] == _ZIP:
-            file = open_zip(read, self._start, self._end, where)
+            file = open_zip(read, self.start, self.end, where)
             tensor = file.value
             # Before its length is judged: a subclass may take less room than what it represents.
             check_read(tensor, where)
@@ -258,33 +251,33 @@ class _Item:
             chunk, start = self._chunk(where)
             found = CODES.get(chunk.code, ""), chunk.shape
             extent = Extent(start + chunk.start)
-        size = math.prod(self._shape) * DTYPES[self._dtype].itemsize
-        if head[:4] == _ZIP and self._end - self._start < size:
+        size = math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        if head[:4] == _ZIP and self.end - self.start < size:
             raise CorruptError(
                 "an item is shorter than its part of the tensor",
                 kind="truncated",
                 where=where,
                 wanted=f"{size} bytes",
-                found=f"{self._end - self._start} bytes",
+                found=f"{self.end - self.start} bytes",
             )
-        if found != (self._dtype, self._shape):
+        if found != (self.dtype, self.shape):
             raise CorruptError(
                 "an item holds another tensor than the metadata says",
                 where=where,
-                wanted=f"{self._dtype} {self._shape}",
+                wanted=f"{self.dtype} {self.shape}",
                 found=f"{found[0]} {found[1]}",
             )
         return extent
 
     def _chunk(self, where: str) -> tuple[Chunk, int]:
         """Return the chunk of a safetensors file, all of whose items are one file."""
-        header = self._headers.get(self._file)
+        header = self.headers.get(self.file)
         if header is None:
-            chunks, _, length = self._names.header(self._file)
-            header = self._headers[self._file] = chunks, length
-        if self._name not in header[0]:
+            chunks, _, length = self.names.header(self.file)
+            header = self.headers[self.file] = chunks, length
+        if self.name not in header[0]:
             raise CorruptError("a file lacks a tensor", where=where)
-        return header[0][self._name], header[1]
+        return header[0][self.name], header[1]
 
 
 def _with_ends(read: ReadRange, start: int, end: int) -> ReadRange:

@@ -57,6 +57,11 @@ class NodeAgent:
         Where it is found; the socket is removed at the end.
     stay
         Serve until a signal, also with nothing to do.
+
+    Attributes
+    ----------
+    ending
+        Whether it was asked to end.
     """
 
     def __init__(self, listener: socket.socket, place: AgentPlace, *, stay: bool = False) -> None:
@@ -73,7 +78,7 @@ class NodeAgent:
         """When the trainers of ranks came and were found dead whose next life is not over."""
         self._goodbyes: dict[int, float] = {}
         """When the last trainer of each rank came that has said goodbye."""
-        self._ending = False
+        self.ending = False
         self._at_once = False
 
     def end(self, *, now: bool = False) -> None:
@@ -86,12 +91,7 @@ class NodeAgent:
         """
         # No events: the lock of one is not for a handler that another signal may interrupt.
         self._at_once = self._at_once or now
-        self._ending = True
-
-    @property
-    def ending(self) -> bool:
-        """Whether it was asked to end."""
-        return self._ending
+        self.ending = True
 
     def run(self) -> None:
         """Serve; returns at the end."""
@@ -205,7 +205,7 @@ class NodeAgent:
     def _may_end(self) -> bool:
         with self._lock:
             busy = bool(self._sessions)
-            over = self._ending or (not self._stay and time.monotonic() > self._until)
+            over = self.ending or (not self._stay and time.monotonic() > self._until)
         if (busy and not self._at_once) or not over:
             return False
         try:
@@ -249,7 +249,7 @@ class NodeAgent:
             ranks = tuple(sorted(worker.rank for worker in self._workers.values()))
             left = max(0.0, self._until - time.monotonic())
             nears = list(self._nears.values())
-        awaited = bool(ranks) or (self._stay and not self._ending)
+        awaited = bool(ranks) or (self._stay and not self.ending)
         return AgentContents(
             job=self._place.job,
             node=self._place.node,
@@ -258,8 +258,8 @@ class NodeAgent:
             ranks=ranks,
             snapshots=tuple(s for near in nears for s in _kept_snapshots(near)),
             folder=next((near.folder for near in nears if near.folder), None),
-            ends_in_s=None if awaited else 0.0 if self._ending else left,
-            ending=self._ending,
+            ends_in_s=None if awaited else 0.0 if self.ending else left,
+            ending=self.ending,
         )
 
 
@@ -275,7 +275,7 @@ def end_on_signals(agent: NodeAgent) -> None:
 
 def _kept_snapshots(near: NodeTiers) -> tuple[KeptSnapshot, ...]:
     """Return the snapshots of which shares lie in memory, oldest first."""
-    own = {(held.save.folder, held.rank) for held in near.memory.shares()}
+    own = {(held.save.folder, held.plan.rank) for held in near.memory.shares()}
     sizes: dict[str, int] = {}
     parts: dict[str, list[int]] = {}
     for info in near.memory.list(DATA):

@@ -502,10 +502,6 @@ def _delta(value: dt.timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
-def _made_delta(raw: list[int]) -> dt.timedelta:
-    return dt.timedelta(*raw)
-
-
 def _zone(value: dt.timezone) -> list[Any]:
     offset = _delta(value.utcoffset(None))
     # A name that was given is part of the value; the one that follows from the offset is not.
@@ -514,7 +510,7 @@ def _zone(value: dt.timezone) -> list[Any]:
 
 
 def _made_zone(raw: list[Any]) -> dt.timezone:
-    offset = _made_delta(raw[0])
+    offset = dt.timedelta(*raw[0])
     return dt.timezone(offset) if raw[1] is None else dt.timezone(offset, raw[1])
 
 
@@ -602,7 +598,8 @@ def _register() -> None:
         made = partial(_made_moment, moment)
         register(moment, name=f"datetime.{moment.__name__}", encode=_moment, decode=made)
     register(dt.date, name="datetime.date", encode=dt.date.isoformat, decode=dt.date.fromisoformat)
-    register(dt.timedelta, name="datetime.timedelta", encode=_delta, decode=_made_delta)
+    delta = "datetime.timedelta"
+    register(dt.timedelta, name=delta, encode=_delta, decode=lambda raw: dt.timedelta(*raw))
     register(dt.timezone, name="datetime.timezone", encode=_zone, decode=_made_zone)
     # A path of this system is one of the system that loads it.
     register(type(pathlib.Path()), name="pathlib.Path", encode=str, decode=pathlib.Path)

@@ -171,7 +171,7 @@ class AgentMemoryStore(Store):
         now = time.time()
         with self._lock:
             self.forget_slot(shard.slot)
-            self._mine[shard.save.folder, shard.rank] = shard
+            self._mine[shard.save.folder, shard.plan.rank] = shard
             if shard.header:
                 self._objects[shard.key] = _Own(shard, now)
             self._objects |= {key: _Small(body, now) for key, body in shard.small.items()}

@@ -504,14 +504,9 @@ class StagedShard(msgspec.Struct, frozen=True):
     small: dict[str, bytes]
 
     @property
-    def rank(self) -> int:
-        """The rank of the share."""
-        return self.plan.rank
-
-    @property
     def key(self) -> str:
         """Key of the data file."""
-        return file_key(self.save.folder, self.rank)
+        return file_key(self.save.folder, self.plan.rank)
 
     @property
     def is_whole(self) -> bool:
@@ -593,7 +588,7 @@ def put_shard(
     """
     shard.check_whole()
     data = shard.slot.data[: shard.data_bytes]
-    part = part_key(shard.save.folder, shard.rank)
+    part = part_key(shard.save.folder, shard.plan.rank)
     try:
         if may_delete:
             store.delete([part])
@@ -607,7 +602,7 @@ def put_shard(
         if may_delete:
             with contextlib.suppress(CkptdError):
                 store.delete([part])
-                remove_file(store, shard.rank, shard.save)
+                remove_file(store, shard.plan.rank, shard.save)
         raise
 
 

@@ -132,7 +132,7 @@ class TierUploader:
         try:
             with (
                 events.about(tier=tier),
-                saving(self._near.memory, save.name, save.attempt, shard.rank),
+                saving(self._near.memory, save.name, save.attempt, shard.plan.rank),
             ):
                 store = self._near.store(tier)
                 put_shard(store, shard, _SPANS[tier], may_delete=tier != "peer")

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from ckptd import events
+from ckptd.base.runtime import launched
 from ckptd.base.runtime.launched import whole
 from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, one_at_a_time
 from ckptd.base.runtime.pauses import no_collection
@@ -827,7 +828,7 @@ class Checkpointer(OfOneProcess):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return self.close()
-        if self._job.in_session:
+        if launched.current is not None:  # the program goes on in this process
             return self.abandon()  # the saves may wait for ranks that have left
         try:
             self.close()

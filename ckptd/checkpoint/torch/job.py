@@ -69,11 +69,6 @@ class Job:
     def closed(self, checkpointer: Abandonable) -> None:
         """The checkpointer is closed: there is nothing to abandon."""
 
-    @property
-    def in_session(self) -> bool:
-        """Whether the program goes on in this process when its generation ends."""
-        return launched.current is not None
-
     def is_interrupted(self) -> bool:
         """Whether the generation has ended: others wait for nothing of this rank any more."""
         return launched.current is not None and launched.current.wanted

@@ -56,20 +56,14 @@ class _Local:
     holds: tuple[object, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class _Found:
     """Values of the source's witness in local tensors; computed when asked for."""
 
-    def __init__(
-        self,
-        form: StoredForm,
-        expected: Mapping[int, Expected],
-        numbers: Mapping[TensorKey, int],
-        locals_: Sequence[_Local],
-    ) -> None:
-        self._form = form
-        self._expected = expected
-        self._numbers = numbers
-        self._locals = locals_
+    _form: StoredForm
+    _expected: Mapping[int, Expected]
+    _numbers: Mapping[TensorKey, int]
+    _locals: Sequence[_Local]
 
     def get(self, number: int, /) -> Expected | None:
         """Return the values of a local tensor; None when there are none."""

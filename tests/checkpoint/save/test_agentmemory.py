@@ -96,7 +96,7 @@ def test_a_share_whose_slot_is_taken_vanishes_whole(shelf: AgentMemoryStore) -> 
             shelf.get(key)
         with pytest.raises(NotFoundError):
             shelf.open_file(key)
-    assert [held.rank for held in shelf.shares()] == [0]
+    assert [held.plan.rank for held in shelf.shares()] == [0]
     shelf.keep(shard_in(slots[1], save_for(plan, 4), plan, 1))
     assert {h.save.step for h in shelf.shares()} == {3, 4}
     shelf.close()
