@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ from ckptd.checkpoint.save.messages import (
 from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.checkpoint.save.tiers import ROOT
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, ConflictError, ProcessError, SaveError
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, ProcessError, SaveError
 from ckptd.store.base import Store
 from ckptd.store.osio import bring_into_cache
 
@@ -413,14 +414,22 @@ class SaveWriter:
             _log.debug("the parts of step %d are not joined: %s", save.step, error)
 
     def _is_reported(self, save: SaveRequest) -> bool:
-        """Tell whether a worker that died has reported this rank's part, or that it failed.
+        """Tell whether a worker that died has written this rank's share and reported its part.
 
         Then the committer may have read the part, and what it names must not be written again. The
         part is looked for first: it is removed when the commit is there.
         """
+        if not save.again:
+            return False
         folder, rank = save.folder, self._hello.rank
-        keys = part_key(folder, rank), reported_key(folder, rank), joined_key(folder, rank)
-        return save.again and any(map(self._store.exists, (*keys, commit_key(save.name))))
+        store = signer_of(self._store, save) or self._store
+        for key in (part_key(folder, rank), reported_key(folder, rank)):
+            with suppress(NotFoundError):
+                part = RankPart.decode(store.get(key), key)
+                if part.error is not None:
+                    raise CkptdError.from_dict(part.error)
+                return True
+        return any(map(self._store.exists, (joined_key(folder, rank), commit_key(save.name))))
 
     def _check_owner(self, save: SaveRequest) -> None:
         """Drop what near tiers have of another root: one that was deleted may be made again."""
