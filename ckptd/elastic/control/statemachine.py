@@ -597,11 +597,17 @@ class StateMachine:
 
     def _wait_for_cause(self, since: float, _: str, reason: str, now: float) -> None:
         waited = now - since
-        missing = ""
+        missing: list[str] = []
         if self._settling and waited >= _MISSED_S:
             # A stand-in never had a connection that could break: the absent nodes are the cause.
-            missing = ", ".join(n for n in sorted(self.members) if not self.nodes[n].up)
-            reason = f"{reason}; no heartbeat from {missing}" if missing else reason
+            missing = [n for n in sorted(self.members) if not self.nodes[n].up]
+        elif waited >= self.settings.broken_s:
+            # One that is stopped, and whose worker was killed, reports nothing itself.
+            missing = [
+                n for n in sorted(self.members) if self._silence(self.nodes[n], now) >= waited
+            ]
+        if missing:
+            reason = f"{reason}; no heartbeat from {first_few(missing, 5)}"
         if missing or waited >= self.settings.broken_s:
             self._fault("", reason, now, waited)
 

@@ -676,6 +676,19 @@ def test_a_lost_connection_is_silence_at_once(driver: Driver) -> None:
     assert one(restart(driver, "a", "b"), Start).record.nodes == {"a", "b"}
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_node_of_which_nothing_is_heard_while_a_cause_is_awaited_is_named(
+    driver: Driver, stopped: bool
+) -> None:
+    """Node c is stopped, its worker is killed, and no process is there that could report it."""
+    driver.pass_time(1, "a", "b", "c")
+    driver.hear(Broken(node="a", generation=1, reason="closed by its peer"))
+    driver.pass_time(3, "a", "b", *(() if stopped else "c"))
+    record = one(restart(driver, "a", "b", "c"), Start).record
+    said = "; no heartbeat from c" if stopped else ""
+    assert record.reason == f"a: closed by its peer{said}"
+
+
 def test_a_broken_collective_waits_for_its_cause(driver: Driver) -> None:
     driver.hear(Broken(node="a", generation=1, reason="connection reset"))
     fence = one(driver.hear(Ended(node="b", generation=1, code=-9)), Fence)
