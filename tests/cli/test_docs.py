@@ -57,7 +57,7 @@ def structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
 def fields(cls: type[msgspec.Struct]) -> set[str]:
     """Names of all fields of a document and of what it contains."""
     hints = get_type_hints(cls)
-    names = set(cls.__struct_fields__)
+    names = set(cls.__struct_encode_fields__)
     for name in cls.__struct_fields__:
         for inner in structs_in(hints[name]):
             names |= fields(inner)

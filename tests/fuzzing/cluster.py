@@ -199,7 +199,12 @@ def status(raw: bytes) -> None:
         rounds=idle, tape=idle, answered=idle.call,
         changed=lambda: shown.extend(filter(None, [responder.controller.status])),
     )  # fmt: skip
-    served(responder.controller._read, raw)
+
+    def follow(wire: Connection) -> None:
+        with mock.patch.object(responder.controller._calls, "_dial", return_value=wire):
+            responder.controller._follow()
+
+    served(follow, raw)
     msgspec.json.encode(responder.document())
     assert all(one.job == "j" for one in shown)
     list(_elastic_families(responder.counts, True))

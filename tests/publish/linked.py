@@ -183,7 +183,7 @@ def _break(party: Party) -> None:
     if place == "gives":
         setattr(_Taker, "_give", before(_Taker._give, lambda taker, at: at))  # noqa: B010
     elif place:
-        note = before(Passing._note, lambda passing, share, found: len(share.answers))
+        note = before(Passing._note, lambda _, share, *__: len(share.answers))
         setattr(Passing, "_note", note)  # noqa: B010
 
 

@@ -294,7 +294,7 @@ def calls_take_random_moments(sim: Simulator) -> None:
     slow = seconds()
     sim.delay(None)
     assert slow > 0.01
-    assert seconds() < slow
+    assert min(seconds() for _ in range(9)) < slow
 
 
 # -- tensors ---------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "no space left": ("full disk",),
     " hang of ": ("stop worker", "zombies"),
     "ended with -9": ("kill worker", "kill zygote"),
+    "job store has died": ("kill zygote",),
     "heartbeat": ("kill node", "stop node", "zombies", "cut node"),
     "the connection to": ("kill node",),
     "came back": ("kill node", "stop node", "zombies"),
