@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing:
+class Closing(ABC):
     """Base of what a ``with`` block closes at its end."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release all that it holds."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -35,8 +35,9 @@ from ckptd.monitor.agent.probes import Answerer
 from ckptd.monitor.cli.cluster import _show as show_preflight
 from ckptd.monitor.daemon.metrics import _elastic_families
 from ckptd.monitor.daemon.response import Responder
-from ckptd.monitor.preflight import Gpu, MachineTest, PairProbe, PreflightFinding
+from ckptd.monitor.preflight import PairProbe, PreflightFinding
 from tests.fuzzing.sessions import GAP, asked, served
+from tests.monitor.test_preflight_machines import GOOD, H
 
 _SECRET = b"s" * 32
 _NODES = 5
@@ -130,26 +131,14 @@ def member(raw: bytes) -> None:
         return PairProbe(source=source, to=to, latency_s=1.0, out_s=1.0, in_s=1.0)
 
     with (
-        mock.patch.object(preflight, "self_test", return_value=_MACHINE),
+        mock.patch.object(preflight, "self_test", return_value=GOOD),
         mock.patch.object(preflight, "probe_pair", probe),
     ):
         served(obey, raw)
 
 
-_MACHINE = MachineTest(
-    wrong="",
-    compute_s=0.1,
-    copy_bytes_per_s=1e9,
-    shm_free_bytes=1 << 31,
-    disk_s=0.1,
-    disk_error="",
-    open_files=9999,
-    gpus=(Gpu(name="g", memory_bytes=9),),
-)
-
-
 def _node(number: int, *, slow: float = 1.0) -> bytes:
-    machine = msgspec.structs.replace(_MACHINE, compute_s=0.1 * slow)
+    machine = msgspec.structs.replace(GOOD, compute_s=slow * GOOD.compute_s, gpus=(H,))
     others = [k for k in range(_NODES) if k != number]
     said = [
         NodeHello(f"n{number}", number, "10.0.0.1", 1),

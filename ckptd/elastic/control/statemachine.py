@@ -949,7 +949,7 @@ class StateMachine:
     def _begin(self, choice: Choice, now: float) -> None:
         # Of those that a stand-in never heard no connection broke.
         if absent := [name for name in sorted(self.members) if not self.nodes[name].up]:
-            self._acquit(absent[0], now, f"no heartbeat from {', '.join(absent)}")
+            self._acquit(absent[0], now, f"no heartbeat from {first_few(absent, 5)}")
         self.generation += 1
         self.record = Record(
             generation=self.generation,

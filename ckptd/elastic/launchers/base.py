@@ -8,7 +8,7 @@ passes.
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -71,7 +71,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Launcher(Closing, ABC):
+class Launcher(Closing):
     """Starts and stops node launchers. One thread at a time may call it.
 
     Names of nodes are those of the scheduler. A node that is not the job's is refused, and nothing

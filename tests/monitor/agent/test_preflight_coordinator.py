@@ -30,7 +30,8 @@ from ckptd.monitor.agent.preflight import (
     coordinate,
     take_part,
 )
-from ckptd.monitor.preflight import MachineTest, PairProbe
+from ckptd.monitor.preflight import PairProbe
+from tests.monitor.test_preflight_machines import GOOD
 
 SECRET = b"0123456789abcdef"
 END_S = 60.0
@@ -167,15 +168,6 @@ def saying(name: str, rank: int, *answers: msgspec.Struct) -> Part:
     return part
 
 
-MACHINE = MachineTest(
-    wrong="",
-    compute_s=0.1,
-    copy_bytes_per_s=1e9,
-    shm_free_bytes=1 << 31,
-    disk_s=0.1,
-    disk_error="",
-    open_files=9999,
-)
 CLOCKS = [ClockReading(time.time())] * 3
 
 
@@ -187,7 +179,7 @@ def probed(source: int, to: int) -> Probed:
 def test_one_that_ends_after_its_first_probe_is_told_as_lost(
     listener: socket.socket, tmp_path: Path, named: tuple[int, int]
 ) -> None:
-    gone = saying("gone", 1, preflight.Tested(MACHINE), *CLOCKS, probed(*named))
+    gone = saying("gone", 1, preflight.Tested(GOOD), *CLOCKS, probed(*named))
     parts = [gone, *[node(tmp_path, f"n{k}", k) for k in (0, 2, 3, 4)]]
     found, results = check(listener, parts, PreflightPlan(nodes=5, wait_s=END_S, probe_bytes=1000))
     assert ("gone", "lost") in failures(found)
@@ -201,8 +193,8 @@ def test_a_clock_that_cannot_be_does_not_hide_another_one_that_is_off(
 ) -> None:
     late = [ClockReading(time.time() + 900.0)] * 3
     parts = [
-        saying("wild", 0, preflight.Tested(MACHINE), ClockReading(seconds)),
-        saying("late", 1, preflight.Tested(MACHINE), *late),
+        saying("wild", 0, preflight.Tested(GOOD), ClockReading(seconds)),
+        saying("late", 1, preflight.Tested(GOOD), *late),
         *[node(tmp_path, f"n{k}", k) for k in (2, 3)],
     ]
     found, _ = check(listener, parts, PreflightPlan(nodes=4, wait_s=END_S, probe_bytes=1000))
