@@ -23,7 +23,7 @@ from ckptd.publish.messages import BlockRead, PublishedTensor
 from ckptd.publish.torch.carrier import GroupCarrier, _GroupRead
 from ckptd.testing.carrier import CarrierContract
 from ckptd.testing.ranks import run_ranks
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, stop
 from tests.publish.onesided import (
     OneSidedCarrier,
     QueuePair,
@@ -113,7 +113,7 @@ def _frozen(at: str) -> bool:
         publisher.close()
         return True
     pid, into = int(store.get("pid")), torch.zeros(60, 100)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with ckptd.Subscriber(layout, {"m": {"w": into}}, at, carrier=carrier) as subscriber:
             report = subscriber.update(30.0)
@@ -166,7 +166,7 @@ def _asks(how: str) -> Asked:
         time.sleep(2 * _TIMEOUT_S)
     elif how == "stopped":
         pid = int(store.get("pid"))
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         carrier._timeout_s = _TIMEOUT_S
         found.append(_ask(carrier, 2, 1000))
         os.kill(pid, signal.SIGCONT)

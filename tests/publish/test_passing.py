@@ -18,7 +18,7 @@ import ckptd
 from ckptd.base.net.connection import Connection
 from ckptd.publish.messages import AskPassed, ServerEntry
 from ckptd.publish.passing import Passing, Sources, _Share, _Taker
-from tests.processes import PATIENCE_S, kill, until
+from tests.processes import PATIENCE_S, kill, stop, until
 from tests.programs import Program
 from tests.publish.passworker import Done, values_of
 from tests.reshard.torch.layout.jobs import whole
@@ -162,7 +162,7 @@ def test_with_all_sources_gone_the_trainer_serves(cluster: Cluster, end: signal.
     sources = [cluster.worker(f"host-{i}") for i in range(3)]
     assert {done(s).values for s in sources} == {wanted}
     for source in sources:
-        os.kill(source.pid, end)
+        kill(source.pid) if end == signal.SIGKILL else stop(source.pid)
     found = done(cluster.worker("host-2"))
     assert (found.values, found.passed, found.received) == (wanted, 0, NEEDED)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from ckptd.publish.messages import (
 )
 from ckptd.publish.server import PublishServer
 from ckptd.testing.ranks import run_ranks
-from tests.processes import PATIENCE_S, kill, lives, until, wait_for_end
+from tests.processes import PATIENCE_S, kill, lives, stop, until, wait_for_end
 from tests.publish.jobs import TRAINER
 from tests.reshard.torch.layout.jobs import Tree, chunks, differing, whole
 from tests.reshard.torch.layout.test_binder import FUSED, fused
@@ -180,7 +179,7 @@ def test_a_version_that_a_lost_server_never_makes_known_is_an_error() -> None:
     )
     try:
         client.ready()
-        os.kill(client.pid, signal.SIGSTOP)
+        stop(client.pid)
         client.send(VersionWhole(3))
         kill(client.pid)
         until(lambda: lost == [3])

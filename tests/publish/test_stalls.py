@@ -20,7 +20,7 @@ from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.errors import CkptdError
 from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
-from tests.processes import PATIENCE_S, until
+from tests.processes import PATIENCE_S, stop, until
 from tests.programs import Program
 from tests.publish.kills import slots_of
 from tests.reshard.torch.layout.jobs import Tree, differing, whole
@@ -48,7 +48,7 @@ def holds(subscriber: ckptd.Subscriber, step: int) -> bool:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:
@@ -85,8 +85,8 @@ def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(
         def stops(*args: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == 3:
-                os.kill(publisher.server_pid, signal.SIGSTOP)
+            if calls == 2:  # what is asked for after it, is not answered
+                stop(publisher.server_pid)
             return read(*args)
 
         monkeypatch.setattr(ServerLink, "read", stops)

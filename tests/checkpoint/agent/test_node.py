@@ -23,7 +23,7 @@ from ckptd.checkpoint.save.tiers import TierSpec
 from ckptd.errors import CkptdError, ProcessError
 from ckptd.store import StoreSpec
 from tests.checkpoint.save.nearjob import NearJob, Trainer, newest_at
-from tests.processes import PATIENCE_S, agents_in, lives, until
+from tests.processes import PATIENCE_S, agents_in, lives, stop, until
 
 SAVED = """
 for step in (1, 2):
@@ -191,7 +191,7 @@ def test_a_killed_agent_takes_nothing_along_and_another_is_started(root: str) ->
     job = NearJob(root)
     first = job.agent
     job.save(1).durable(PATIENCE_S)
-    os.kill(first, signal.SIGSTOP)
+    stop(first)
     handle = job.save(2, root=True)
     os.kill(first, signal.SIGKILL)
     handle.durable(PATIENCE_S)

@@ -22,7 +22,7 @@ from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from tests.checkpoint.save.saving import Job, values
-from tests.processes import PATIENCE_S, wait_for_end
+from tests.processes import PATIENCE_S, stop, wait_for_end
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_stopped_worker_fails_its_save_and_is_replaced(root: str) -> None:
     job = Job(a_slow_write(StoreSpec(root)))
     handle = job.save(1, values(1), timeout_s=0.5)
     worker = job.client.pid
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     # Without a time-out of its own: the save's deadline must end it.
     error = finish(handle.durable)
     assert isinstance(error, SaveError)
@@ -86,7 +86,7 @@ def test_a_stopped_worker_fails_its_save_and_is_replaced(root: str) -> None:
 def test_closing_ends_a_stopped_worker(root: str) -> None:
     job = Job(a_slow_write(StoreSpec(root)))
     handle = job.save(1, values(1))
-    os.kill(job.client.pid, signal.SIGSTOP)
+    stop(job.client.pid)
     job.client.close(1.0)
     assert not Path(f"/proc/{job.client.pid}").exists()
     assert isinstance(finish(handle.durable), ProcessError)

@@ -39,7 +39,7 @@ from ckptd.testing.ranks import rank_outcomes, run_ranks
 from tests.checkpoint.crash.mounts import Mounted, tmpfs
 from tests.checkpoint.crash.places import LocalPlace
 from tests.checkpoint.save.saving import Job, fill, plan_of, values
-from tests.processes import PATIENCE_S, wait_for_end
+from tests.processes import PATIENCE_S, stop, wait_for_end
 
 __all__ = ["tmpfs"]
 
@@ -360,7 +360,7 @@ def stage_and_die(root: str, pid_file: str) -> None:
     Path(pid_file).write_text(str(ck.writer_pid))
     ck.save(1, {"one": torch.tensor([1.0])})
     ck.wait(PATIENCE_S)
-    os.kill(ck.writer_pid, signal.SIGSTOP)  # nothing is written while the trainer lives
+    stop(ck.writer_pid)  # nothing is written while the trainer lives
     handle = ck.save(2, all_dtypes())
     assert handle is not None
     handle.staged(PATIENCE_S)

@@ -22,7 +22,7 @@ from ckptd.store import StoreSpec
 from ckptd.store.base import ThrottleSpec
 from tests.checkpoint.save.nearjob import NearJob, Trainer, newest_at
 from tests.checkpoint.save.saving import Job, fill, plan_of, values
-from tests.processes import PATIENCE_S, until
+from tests.processes import PATIENCE_S, stop, until
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_snapshot_under_way_when_the_agent_dies(root: str, staged: bool) -> No
     job = NearJob(root)
     job.save(1).durable(PATIENCE_S, tier="memory")
     agent = job.agent
-    os.kill(agent, signal.SIGSTOP)
+    stop(agent)
     handle = job.save(2, root=True, staged=staged)
     os.kill(agent, signal.SIGKILL)
     if not staged:

@@ -25,7 +25,7 @@ from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.crash.mounts import Mounted, tmpfs
-from tests.processes import PATIENCE_S, agents_in, lives, until
+from tests.processes import PATIENCE_S, agents_in, lives, stop, until
 from tests.servers import s3_url, start_moto
 
 __all__ = ["tmpfs"]
@@ -168,7 +168,7 @@ def test_an_s3_server_that_stops_and_goes_on(
     tiers = [ckptd.Memory(every=1)]
     with ckptd.Checkpointer(url, every=4, tiers=tiers, store_options=options) as ck:
         save(ck, 1, force=True).durable(PATIENCE_S)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
         timer.start()
         try:
