@@ -59,6 +59,9 @@ def changed(
     elif how == "together":
         at = np.arange(len(at)) + count - len(at)
         new[at] = rng.integers(0, 256, (len(at), size), dtype=np.uint8)
+    elif how == "first":  # so dense that by these the block would be
+        at = np.arange(len(at))
+        new[at] = rng.integers(0, 256, (len(at), size), dtype=np.uint8)
     else:
         new[at] = rng.integers(0, 256, (len(at), size), dtype=np.uint8)
     return old, new.reshape(-1)
@@ -139,7 +142,7 @@ def test_a_change_and_its_digest_are_the_same_natively_and_by_numpy(
     digested = 0
     counts = (1, 2, 15, 63, 64, 65, 120, 121, 511, 513, 4097)
     for size, count, part, how in product(
-        (1, 2, 4, 8), (*counts, 70_000), PARTS, ("any", "near", "together")
+        (1, 2, 4, 8), (*counts, 70_000), PARTS, ("any", "near", "together", "first")
     ):
         if count > 5000 and draw.random() < 0.7:
             continue

@@ -267,6 +267,29 @@ WIDE inline std::uint64_t lines_with(const std::uint8_t* bits, std::size_t lines
   return lines < 64 ? out & ((std::uint64_t{1} << lines) - 1) : out;
 }
 
+constexpr std::size_t kGroup = 64;  // lines that are compared, and then noted
+
+// Notes what differs in a group of lines, by the bits of their elements.
+template <int shift>
+WIDE inline Next note_group(
+    Next next, const char* a, const char* b, std::size_t base, std::size_t end, const Found& found) {
+  constexpr std::size_t per = kLine >> shift;
+  if (base && base * per % kChunk == 0) {
+    found.chunks[base * per / kChunk - 1] = static_cast<std::uint32_t>(next.at - found.at);
+  }
+  const std::uint8_t* const masks = found.bits;
+  std::uint64_t some = lines_with<shift>(masks + base * per / 8, end - base);
+  for (; some; some &= some - 1) {
+    const std::size_t line = base + static_cast<std::size_t>(__builtin_ctzll(some));
+    std::uint64_t mask = 0;
+    std::memcpy(&mask, masks + line * per / 8, per / 8);
+    const __m512i x = _mm512_loadu_si512(a + line * kLine);
+    const __m512i y = _mm512_loadu_si512(b + line * kLine);
+    next = note_line<shift>(next, _mm512_xor_si512(x, y), mask, line * per);
+  }
+  return next;
+}
+
 // As `compare`, and digests `b` as it goes.
 template <int shift>
 WIDE bool compare_wide(
@@ -278,15 +301,11 @@ WIDE bool compare_wide(
   const std::size_t lines = size / kLine, hashed = (size - 1) / kLine;
   std::uint8_t* const masks = found.bits;
   Next next = found.begin();
-  std::size_t count = 0;
-  for (std::size_t base = 0; base < lines; base += kLine) {
-    const std::size_t end = lines - base < kLine ? lines : base + kLine;
-    if (base && base * per % kChunk == 0) {
-      found.chunks[base * per / kChunk - 1] = static_cast<std::uint32_t>(next.at - found.at);
-    }
-    // Fetched first: lines of both in turn displace each other, where their addresses are alike.
-    for (std::size_t i = base; i < end; ++i) _mm_prefetch(a + i * kLine, _MM_HINT_T0);
-    const std::size_t before = count;
+  std::size_t count = 0, noted = 0;
+  // Fetched early: lines of both in turn displace each other, where their addresses are alike.
+  for (std::size_t i = 0; i < lines && i < kGroup; ++i) _mm_prefetch(a + i * kLine, _MM_HINT_T0);
+  for (std::size_t base = 0, end = 0; base < lines; base = end) {
+    end = lines - base < kGroup ? lines : base + kGroup;
     for (std::size_t piece = base; piece < end; piece += kPiece) {
       const std::size_t stop = end - piece < kPiece ? end - piece : kPiece;
       const char *was = a + piece * kLine, *is = b + piece * kLine;
@@ -301,16 +320,18 @@ WIDE bool compare_wide(
       }
       if (piece + kPiece <= hashed) sums = scramble(sums);
     }
-    if (count == before || count > found.most) continue;
-    std::uint64_t some = lines_with<shift>(masks + base * per / 8, end - base);
-    for (; some; some &= some - 1) {
-      const std::size_t line = base + static_cast<std::size_t>(__builtin_ctzll(some));
-      std::uint64_t mask = 0;
-      std::memcpy(&mask, masks + line * per / 8, per / 8);
-      const __m512i x = _mm512_loadu_si512(a + line * kLine);
-      const __m512i y = _mm512_loadu_si512(b + line * kLine);
-      next = note_line<shift>(next, _mm512_xor_si512(x, y), mask, line * per);
+    // Memory brings these while the group is noted.
+    for (std::size_t i = end; i < lines && i < end + kGroup; ++i) {
+      _mm_prefetch(a + i * kLine, _MM_HINT_T0);
     }
+    // Where they will be too many, going by those so far, noting waits for the count of all.
+    if (noted < base || count * lines > found.most * end) continue;
+    next = note_group<shift>(next, a, b, base, end, found);
+    noted = end;
+  }
+  for (std::size_t base = noted; base < lines && count <= found.most; base += kGroup) {
+    const std::size_t end = lines - base < kGroup ? lines : base + kGroup;
+    next = note_group<shift>(next, a, b, base, end, found);
   }
   std::uint64_t rest = 0;
   for (std::size_t e = lines * per; e << shift < size; ++e) {
@@ -339,26 +360,12 @@ struct Sample {
   bool packs() const { return pairs * 1024 > 3 * drawn * (drawn - 1); }
 };
 
-// Returns behind the last byte written; up to 8 more are spoiled.
-std::uint8_t* put_places(const Found& found, std::size_t elements, std::uint8_t* out) {
+// Puts the low bits of all places one after the other.
+void put_low(const Found& found, std::size_t low, std::uint8_t* to) {
   const std::size_t count = found.count;
   const std::uint16_t* const at = found.at;
-  std::size_t low = 0, least = ~std::size_t{0};
-  for (std::size_t i = 0; i < 16; ++i) {
-    const std::size_t bits = count * (i + 1) + ((elements - 1) >> i);
-    if (bits < least) low = i, least = bits;
-  }
-  out[1] = least < elements ? static_cast<std::uint8_t>(low) : kBits;
-  const auto number = static_cast<std::uint32_t>(count);
-  std::memcpy(out + 2, &number, sizeof number);
-  out += 6;
-  if (least >= elements) {
-    std::memcpy(out, found.bits, (elements + 7) / 8);
-    return out + (elements + 7) / 8;
-  }
   std::uint64_t word = 0;
   std::size_t fill = 0;
-  std::uint8_t* to = out;
   const std::uint32_t mask = (std::uint32_t{1} << low) - 1;
   for (std::size_t i = 0; i < count && low; i += 2) {  // two at once: at most 30 bits
     std::uint64_t bits = at[i] & mask;
@@ -373,17 +380,106 @@ std::uint8_t* put_places(const Found& found, std::size_t elements, std::uint8_t*
     }
   }
   std::memcpy(to, &word, sizeof word);
-  out += (count * low + 7) / 8;
-  const std::size_t high = (count + ((elements - 1) >> low) + 7) / 8;
-  std::memset(out, 0, high);
+}
+
+// As `put_low`, four at once: at most 60 bits.
+WIDE void put_low_wide(const Found& found, std::size_t low, std::uint8_t* to) {
+  const std::uint64_t mask = ((std::uint64_t{1} << low) - 1) * 0x0001000100010001;
+  std::uint64_t word = 0;
+  std::size_t fill = 0;
+  for (std::size_t i = 0; i < found.count && low; i += 4) {
+    std::uint64_t four = 0;
+    std::memcpy(&four, found.at + i, sizeof four);
+    if (found.count - i < 4) four &= (std::uint64_t{1} << 16 * (found.count - i)) - 1;
+    four = _pext_u64(four, mask);
+    word |= four << fill;
+    fill += 4 * low;
+    if (fill < 64) continue;
+    std::memcpy(to, &word, sizeof word);
+    to += 8;
+    fill -= 64;
+    word = fill ? four >> (4 * low - fill) : 0;
+  }
+  std::memcpy(to, &word, sizeof word);
+}
+
+// Sets a bit for each place, as far behind the one before as it is above that, and one.
+void put_high(const Found& found, std::size_t elements, std::size_t low, std::uint8_t* out) {
   std::size_t i = 0;
-  for (std::size_t chunk = 0; i < count; ++chunk) {
-    const std::size_t end = chunk < (elements - 1) / kChunk ? found.chunks[chunk] : count;
+  for (std::size_t chunk = 0; i < found.count; ++chunk) {
+    const std::size_t end = chunk < (elements - 1) / kChunk ? found.chunks[chunk] : found.count;
     for (; i < end; ++i) {
-      const std::size_t bit = ((chunk * kChunk + at[i]) >> low) + i;
+      const std::size_t bit = ((chunk * kChunk + found.at[i]) >> low) + i;
       out[bit / 8] |= static_cast<std::uint8_t>(1 << bit % 8);
     }
   }
+}
+
+// As `put_high`, eight at once; they mostly are in one word of 64 bits, which stays in a register.
+WIDE void put_high_wide(
+    const Found& found, std::size_t elements, std::size_t low, std::uint8_t* out) {
+  const __m512i one = _mm512_set1_epi64(1), up = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+  std::uint64_t word = 0;
+  std::size_t i = 0, number = 0;  // of the word
+  for (std::size_t chunk = 0; i < found.count; ++chunk) {
+    const std::size_t end = chunk < (elements - 1) / kChunk ? found.chunks[chunk] : found.count;
+    const std::size_t first = chunk * kChunk;
+    for (std::size_t n = 0; i < end; i += n) {
+      n = end - i < 8 ? end - i : 8;
+      const auto which = static_cast<__mmask8>((1U << n) - 1);
+      const __m128i at = _mm_loadu_si128(reinterpret_cast<const __m128i*>(found.at + i));
+      const __m512i base = _mm512_set1_epi64(static_cast<long long>(first));
+      const __m512i above = _mm512_srli_epi64(
+          _mm512_add_epi64(_mm512_cvtepu16_epi64(at), base), static_cast<unsigned>(low));
+      const auto begin = static_cast<long long>(i) - static_cast<long long>(64 * number);
+      const __m512i bits = _mm512_add_epi64(_mm512_add_epi64(above, up), _mm512_set1_epi64(begin));
+      const std::size_t last =
+          ((first + found.at[i + n - 1]) >> low) + i + n - 1 - 64 * number;
+      // A shift by 64 or more, or by less than none, gives no bit.
+      word |= static_cast<std::uint64_t>(
+          _mm512_mask_reduce_or_epi64(which, _mm512_sllv_epi64(one, bits)));
+      if (last < 64) continue;
+      std::memcpy(out + 8 * number, &word, sizeof word);
+      if (last < 128) {
+        ++number;
+        const __m512i rest = _mm512_sub_epi64(bits, _mm512_set1_epi64(64));
+        word = static_cast<std::uint64_t>(
+            _mm512_mask_reduce_or_epi64(which, _mm512_sllv_epi64(one, rest)));
+        continue;
+      }
+      for (std::size_t k = i; k < i + n; ++k) {
+        const std::size_t bit = ((first + found.at[k]) >> low) + k;
+        out[bit / 8] |= static_cast<std::uint8_t>(1 << bit % 8);
+      }
+      number += last / 64;
+      std::memcpy(&word, out + 8 * number, sizeof word);
+    }
+  }
+  std::memcpy(out + 8 * number, &word, sizeof word);
+}
+
+// Returns behind the last byte written; up to 8 more are spoiled.
+std::uint8_t* put_places(
+    const Found& found, std::size_t elements, std::uint8_t* out, bool wide) {
+  const std::size_t count = found.count;
+  std::size_t low = 0, least = ~std::size_t{0};
+  for (std::size_t i = 0; i < 16; ++i) {
+    const std::size_t bits = count * (i + 1) + ((elements - 1) >> i);
+    if (bits < least) low = i, least = bits;
+  }
+  out[1] = least < elements ? static_cast<std::uint8_t>(low) : kBits;
+  const auto number = static_cast<std::uint32_t>(count);
+  std::memcpy(out + 2, &number, sizeof number);
+  out += 6;
+  if (least >= elements) {
+    std::memcpy(out, found.bits, (elements + 7) / 8);
+    return out + (elements + 7) / 8;
+  }
+  (wide ? put_low_wide : put_low)(found, low, out);
+  out += (count * low + 7) / 8;
+  const std::size_t high = (count + ((elements - 1) >> low) + 7) / 8;
+  std::memset(out, 0, high + 8);
+  (wide ? put_high_wide : put_high)(found, elements, low, out);
   return out + high;
 }
 
@@ -466,7 +562,7 @@ extern "C" std::int64_t ckptd_change(
   }
   if (!found.count) return 0;
   out[0] = 1;
-  std::uint8_t* end = put_places(found, elements, out);
+  std::uint8_t* end = put_places(found, elements, out, wide);
   for (std::size_t plane = 0; plane < width; ++plane) {
     bool packs = false;
     end = put_plane(found.planes + plane * found.stride, found.count, end, packs);
