@@ -27,7 +27,7 @@ def dial(
     secret: bytes,
     timeout_s: float,
 ) -> tuple[Connection, str]:
-    """Connect to the controller at `address` and shake hands, within `timeout_s`.
+    """Connect to the controller at `address`, if it is known, and shake hands, within `timeout_s`.
 
     Returns
     -------
@@ -38,6 +38,8 @@ def dial(
     ------
     UsageError
         It is no address.
+    ConnectionRefusedError
+        It is empty.
     TransientStoreError
         Kinds of `Connection`: nothing answers there, or what answers is no controller.
     StoreError
@@ -45,6 +47,8 @@ def dial(
     RefusedError
         kind ``not-the-controller``: it is another job's.
     """
+    if not address:
+        raise ConnectionRefusedError("the controller's address is unknown")
     end = time.monotonic() + timeout_s
     sock = parse_address(address).connect(timeout_s)
     connection = Connection(sock, address, _SEND_S, MOST_FRAME_BYTES)

@@ -283,11 +283,8 @@ class NodeLink:
     def _once(self) -> None:
         """Connect, and serve the connection until it breaks."""
         self._renew_alone()
-        address = self._addresses()
-        if not address:
-            raise ConnectionRefusedError("the controller's address is unknown")
         connection, life = dial(
-            address,
+            self._addresses(),
             job=self._job,
             role="agent",
             name=self._up().node,

@@ -207,18 +207,14 @@ class OperatorLink(Closing):
         return self._connection
 
     def _dial(self, timeout_s: float) -> Connection:
-        address = self._addresses()
-        if not address:
-            raise ConnectionRefusedError("the controller's address is unknown")
-        connection, _ = dial(
-            address,
+        return dial(
+            self._addresses(),
             job=self._job,
             role="operator",
             name=self._name,
             secret=self._secret,
             timeout_s=timeout_s,
-        )
-        return connection
+        )[0]
 
     def _answer(self, connection: Connection, number: int, end: float) -> Status | Answer:
         while (left := end - time.monotonic()) > 0:

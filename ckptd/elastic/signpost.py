@@ -83,8 +83,6 @@ def signposts(folder: Path | None = None) -> list[Signpost]:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return False  # another user's by now
+    except (ProcessLookupError, PermissionError, OverflowError):
+        return False  # or it is another user's by now
     return True

@@ -190,6 +190,8 @@ class Splitter:
         elif move.state is State.RESHARD and way is not None:
             way.started = way.loaded = move.at
             way.after, way.level, way.step = move.generation, move.level, move.step
+            if way.cause in move.reason:  # who was lost is known by now
+                way.cause = move.reason
         elif move.state is State.RESUME and way is not None:
             way.loaded = move.at
         elif move.state is State.RUNNING:

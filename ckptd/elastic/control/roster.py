@@ -25,7 +25,7 @@ class Node:
     name, life, slots, sessions, host, sick, domains
         As it said; see `ckptd.elastic.messages.NodeUp`. Sessions as when workers last ran on it.
     seen
-        When it last reported.
+        When it last reported; of a member, at least when the controller began.
     stopped_at
         When its launcher was last known to be stopped, and so to be alive.
     came
@@ -86,9 +86,9 @@ class Node:
             return False
         return self.out_until <= now or (all_up and self.out_until < math.inf)
 
-    def leased(self, born: float) -> float:
-        """Return when its workers' lease was renewed last, by a controller born then, or before."""
-        return max(self.seen if self.stuck_at is None else self.stuck_at, born)
+    def leased(self) -> float:
+        """Return when its workers' lease was renewed last."""
+        return self.seen if self.stuck_at is None else self.stuck_at
 
 
 class Roster:

@@ -63,7 +63,7 @@ _EXCUSED_S = 2.0
 _LIVED_S = 60.0
 """A node of which nothing was heard for longer is gone, and not cut off just now."""
 _MISSED_S = 0.5
-"""For so long after a collective failed members may still be on their way to a new controller."""
+"""For so long members may still be on their way to a new controller that hears half of them."""
 _READY_S = 60.0
 """By so much longer the first start waits for nodes that are there and not ready yet."""
 _MOST_REASON = 1000
@@ -150,6 +150,8 @@ class StateMachine:
             self.nodes[name].out_until = now + min(until - epoch - now, longest)
             self._out_before.add(name)
         self.members = self.record.nodes if self.record else frozenset[str]()
+        for name in self.members:
+            self.nodes[name].seen = now  # they are on their way to this controller
         self.generation = self.record.generation if self.record else 0
         self.step = self.record.step if self.record else 0
         self.state = State.SUSPECT if self.record else State.PLAN
@@ -185,6 +187,8 @@ class StateMachine:
         """Whether a plan that was refused may succeed now: looking costs time."""
         self._broken: tuple[float, str, str] | None = None
         """When a collective failed, on which node, and what is known of it."""
+        self._causeless = False
+        """Whether those that do not come to a stand-in are to explain the restart under way."""
         self._accused: tuple[float, str] | None = None
         """When a worker failed by itself, and on which node, if that may be another one's fault."""
         self._reseating = False
@@ -229,8 +233,7 @@ class StateMachine:
         # Not by the members: a generation that is being decided has left some of them out already.
         known = [node for node in self.nodes if node.up or now - node.seen < _LIVED_S]
         if now - self._born < self.settings.settle_s:
-            knows = len({node.name for node in known} | self.members)
-            return knows, knows
+            return len(known), len(known)
         replaced = now < self._relaunch_until
         heard = sum(
             (now - node.seen < within_s and (node.up or not linked))
@@ -253,7 +256,7 @@ class StateMachine:
         if self.record is None and known > 0:
             self._refuse(said, now)
             return
-        silent = self._silence(self.nodes[said.node], now)
+        silent = now - self.nodes[said.node].seen
         had = self.nodes[said.node].up, self.nodes[said.node].slots
         before = self.nodes[said.node].sick
         other = self.nodes.hear(said, now)
@@ -278,9 +281,9 @@ class StateMachine:
         self._repeat(node, came=other or not had[0])
         if self.state not in _ACTIVE or self._settling or self.record is None:
             return
-        if other and self._is_member(node.name):
+        if other and node.name in self.members:
             self._fault(node.name, f"{node.name} came back without its workers", now, silent)
-        elif self._is_member(node.name) and not node.running and not self._is_over(node.name):
+        elif node.name in self.members and not node.running and not self._is_over(node.name):
             self._idle(node, self.record, now)
         else:
             node.idle_since = None
@@ -301,7 +304,7 @@ class StateMachine:
         if unfenced or 0 < node.running < self.generation:
             level = self._fence_level() if fencing else 1
             self._out.append(Fence(nodes=(node.name,), generation=self.generation, level=level))
-        waited_for = node.running or self._is_member(node.name)
+        waited_for = node.running or node.name in self.members
         if fencing and unfenced and came and waited_for:
             self._pending.append(node.name)
 
@@ -317,12 +320,9 @@ class StateMachine:
 
     def _left(self, event: Left, now: float) -> None:
         node = self.nodes[event.node]
-        node.up, node.running, self._changed = False, 0, True
+        node.running, node.seen = 0, now
         node.fenced = max(node.fenced, self.generation)
-        if self._is_member(event.node):
-            self._acquit(event.node, now, f"{event.node} is gone")
-            if self.state in _ACTIVE:
-                self._fault(event.node, f"{event.node} is gone", now)
+        self._gone(node, f"{event.node} is gone", now)
 
     def _lost(self, event: NodeLost, now: float) -> None:
         if event.node in self.nodes and self.nodes[event.node].up:
@@ -330,12 +330,12 @@ class StateMachine:
             self._gone(self.nodes[event.node], text, now)
 
     def _gone(self, node: Node, reason: str, now: float) -> None:
-        """Give a node up, whose workers may run on."""
+        """Give a node up; its workers may run on, unless it has said goodbye."""
         node.up, self._changed = False, True
-        if self._is_member(node.name):
+        if node.name in self.members:
             self._acquit(node.name, now, reason)
             if self.state in _ACTIVE:
-                self._fault(node.name, reason, now, self._silence(node, now))
+                self._fault(node.name, reason, now, now - node.seen)
 
     def _acquit(self, culprit: str, now: float, why: str = "") -> None:
         """Blame a node that is gone for what failed elsewhere just before that was heard."""
@@ -349,7 +349,7 @@ class StateMachine:
     def _notice(self, event: Notice, now: float) -> None:
         node = self.nodes[event.node]
         node.leaving, self._changed = node.life, True
-        if not self._is_member(event.node) or self.state not in _ACTIVE:
+        if event.node not in self.members or self.state not in _ACTIVE:
             return
         reason = event.reason[:_MOST_REASON] or "notice"
         text = f"{event.node} will be taken away in {event.seconds:.0f} s: {reason}"
@@ -374,7 +374,7 @@ class StateMachine:
     # --- events: workers --------------------------------------------------------------------------
 
     def _ended(self, event: Ended, now: float) -> None:
-        if not self._is_member(event.node):
+        if event.node not in self.members:
             return
         if not self._is_current(event.generation):
             self._look_at_late(event, now)
@@ -436,12 +436,12 @@ class StateMachine:
         return excused
 
     def _broken_(self, event: Broken, now: float) -> None:
-        if self._is_current(event.generation) and self._is_member(event.node):
+        if self._is_current(event.generation) and event.node in self.members:
             reason = event.reason[:_MOST_REASON] or "a collective failed"
             self._broken = self._broken or (now, event.node, f"{event.node}: {reason}")
 
     def _loaded_(self, event: Loaded, now: float) -> None:
-        if not self._is_current(event.generation) or not self._is_member(event.node):
+        if not self._is_current(event.generation) or event.node not in self.members:
             return
         self._tells = True
         self._loaded.add(event.node)
@@ -497,7 +497,7 @@ class StateMachine:
             self._say_left_out(node, now)
         self._changed = True
         stale = self.record is None or event.generation not in (0, self.record.generation)
-        meant = not event.nodes or any(self._is_member(name) for name in event.nodes)
+        meant = not event.nodes or not self.members.isdisjoint(event.nodes)
         if self.state in _ACTIVE and meant and not stale:
             self._fault("", event.reason, now, event.since_s)
         self._keep_orders(now)
@@ -522,7 +522,7 @@ class StateMachine:
                 node.out_until, node.out_why = math.inf, text
                 self._out_before.discard(name)
                 self._say_left_out(node, now)
-            if not any(self._is_member(name) for name in event.nodes):
+            if self.members.isdisjoint(event.nodes):
                 return
         if kind is OrderKind.RESUME:
             self._resume(text, now)
@@ -550,7 +550,7 @@ class StateMachine:
             if node.name in tick.stopped:
                 node.stopped_at = now
             # Nothing is known of how long a node was silent before this controller began.
-            silent = self._silence(node, now)
+            silent = now - node.seen
             stopped = now - node.stopped_at < self.settings.silent_s
             if node.up and silent >= (self.settings.lease_s if stopped else self.settings.silent_s):
                 self._gone(node, f"no heartbeat from {node.name}", now)
@@ -572,18 +572,18 @@ class StateMachine:
     def _is_past(self, node: Node, now: float) -> bool:
         """Return whether a node that is gone means nothing any more: names must not pile up."""
         kept_s = max(_CLEAN * self.settings.out_s, self.settings.lease_s)
-        there = self._is_member(node.name) or self._silence(node, now) < kept_s
+        there = node.name in self.members or now - node.seen < kept_s
         return not there and node.out_until <= now
 
     def _convict(self, node: str, now: float) -> None:
         """Blame a node whose worker failed by itself, since no other one was lost."""
         self._accused = None
-        if self._blame(node, now) and self._is_member(node) and self.state in _ACTIVE:
+        if self._blame(node, now) and node in self.members and self.state in _ACTIVE:
             self._planned(f"{node} is left out", now, leaving=True)
 
     def _look_at_idle(self, node: Node, waited: float, now: float) -> None:
         running = self.state in _ACTIVE and not self._settling
-        if not (running and self._is_member(node.name)) or self._is_over(node.name):
+        if not (running and node.name in self.members) or self._is_over(node.name):
             node.idle_since = None
         elif waited >= self.settings.silent_s:
             node.idle_since = None
@@ -597,19 +597,16 @@ class StateMachine:
 
     def _wait_for_cause(self, since: float, _: str, reason: str, now: float) -> None:
         waited = now - since
-        missing: list[str] = []
-        if self._settling and waited >= _MISSED_S:
-            # A stand-in never had a connection that could break: the absent nodes are the cause.
-            missing = [n for n in sorted(self.members) if not self.nodes[n].up]
-        elif waited >= self.settings.broken_s:
-            # One that is stopped, and whose worker was killed, reports nothing itself.
-            missing = [
-                n for n in sorted(self.members) if self._silence(self.nodes[n], now) >= waited
-            ]
-        if missing:
-            reason = f"{reason}; no heartbeat from {first_few(missing, 5)}"
-        if missing or waited >= self.settings.broken_s:
-            self._fault("", reason, now, waited)
+        # A stand-in never had a connection that could break: absent nodes are the cause.
+        absent = self._settling and any(not self.nodes[name].up for name in self.members)
+        if waited < (_MISSED_S if absent else self.settings.broken_s):
+            return
+        # One that is stopped, and whose worker was killed, reports nothing itself.
+        silent = [n for n in sorted(self.members) if now - self.nodes[n].seen >= waited]
+        if silent and not absent:
+            reason = f"{reason}; no heartbeat from {first_few(silent, 5)}"
+        self._fault("", reason, now, waited)
+        self._causeless = absent
 
     def _suspect(self, now: float) -> None:
         if self._settling:
@@ -678,7 +675,7 @@ class StateMachine:
             if node.up and node.stuck_at is None and node.fenced < self.generation:
                 break  # silence ends this wait as well
             self._pending.pop()
-        if self._pending:
+        if self._pending or self._awaits_members(now):
             return
         # After the controller's restart a member that trains on may not have reported yet.
         names = self.members | {n.name for n in self.nodes if n.running}
@@ -690,7 +687,7 @@ class StateMachine:
         if not running or any(n.fenced >= self.generation for n in ranks):
             self._after_fence(now)
             return
-        last = max(n.leased(self._born) for n in running)
+        last = max(n.leased() for n in running)
         if self._reseated < last:
             # A node that reaches the log but not this controller keeps its lease until a reseat.
             gone = not any(n.up and n.stuck_at is None for n in running)
@@ -699,6 +696,15 @@ class StateMachine:
                 self._out.append(Reseat(generation=self.generation))
         elif now - self._reseated >= self.settings.lease_s:
             self._after_fence(now)
+
+    def _awaits_members(self, now: float) -> bool:
+        """Return whether members may be on their way to a controller that has just begun.
+
+        While it has heard less than half of them, it may itself be what is lost.
+        """
+        unheard = sum(not self.nodes[name].life for name in self.members)
+        few = 2 * unheard > len(self.members)
+        return unheard > 0 and now - self._born < (self.settings.settle_s if few else _MISSED_S)
 
     def _reseated_(self, event: Reseated, now: float) -> None:
         if event.generation == self.generation:
@@ -875,6 +881,7 @@ class StateMachine:
     ) -> None:
         self.generation += 1
         self._settling, self._broken, self._planned_restart = False, None, planned
+        self._causeless = False
         self.level = self.ladder.level(self._cheapest(), self.step)
         self._fenced_at, self._hurried = now, False
         self._reseating, self._reseated = False, -math.inf
@@ -947,9 +954,13 @@ class StateMachine:
         return any(n.usable(now) and n.slots == 0 for n in self.nodes)
 
     def _begin(self, choice: Choice, now: float) -> None:
-        # Of those that a stand-in never heard no connection broke.
+        # Of those that a stand-in never heard no connection broke. Which are lost shows only now:
+        # others may have come since the restart began.
         if absent := [name for name in sorted(self.members) if not self.nodes[name].up]:
-            self._acquit(absent[0], now, f"no heartbeat from {first_few(absent, 5)}")
+            text = f"no heartbeat from {first_few(absent, 5)}"
+            if self._causeless:
+                self.reason = f"{self.reason}; {text}"
+            self._acquit(absent[0], now, "" if self._causeless else text)
         self.generation += 1
         self.record = Record(
             generation=self.generation,
@@ -1071,9 +1082,6 @@ class StateMachine:
         if state is State.PLAN:
             self._then, self._changed = State.PLAN, True
 
-    def _is_member(self, node: str) -> bool:
-        return node in self.members
-
     def _is_over(self, node: str) -> bool:
         """Whether a member has told how all its workers of this generation ended."""
         told = self._ends.get(node)
@@ -1085,10 +1093,6 @@ class StateMachine:
             and self.record is not None
             and generation == self.record.generation == self.generation
         )
-
-    def _silence(self, node: Node, now: float) -> float:
-        """Return for how long nothing is known of a node, in seconds."""
-        return now - max(node.seen, self._born)
 
 
 def _what(end: Ended) -> str:

@@ -6,7 +6,6 @@ how much of its log is shown.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import shutil
@@ -28,6 +27,7 @@ from ckptd.base.runtime.host import loopback
 from ckptd.decoding import ANYTHING
 from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodestate import NO_ORDER
+from ckptd.elastic.launchers.zygotewire import ends_with_parent
 from ckptd.elastic.leader import LeaderView, stand_in_pause_s
 from ckptd.elastic.places import JobPlaces
 from ckptd.errors import (
@@ -55,8 +55,6 @@ _HUNG_S = 5.0
 """Silence of a controller before its process is probed, and the probe's limit, in seconds."""
 _END_S = 10.0
 _MOST_LOG = 2000
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # loaded before any fork
 
 
 def unblocked() -> None:
@@ -67,8 +65,7 @@ def unblocked() -> None:
 def _beside() -> None:
     """Make a new process end when this one does, however that may be."""
     unblocked()
-    if sys.platform == "linux":
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ends_with_parent(signal.SIGTERM)
 
 
 class Sidecar:
@@ -364,7 +361,7 @@ class ControllerSupervisor:
         if self._part is not None:
             self._end_hung(self._part, silent_s)
             return self._look(self._part, order < NO_ORDER)
-        if self._places is None or time.monotonic() < self._not_before:
+        if self._places is None:
             return False
         if self._pause_of != order:
             self._pause_of, self._pause_s = order, stand_in_pause_s(order)
@@ -374,6 +371,8 @@ class ControllerSupervisor:
             self._say_silent()
         if self._answered and silent_s <= self._quiet_s():
             return False  # all is well: the place of the seat, perhaps far away, is not asked
+        if time.monotonic() < self._not_before:
+            return False
         first = not self.started and not self._answered and not self._may_live()
         own = self.started and not self._yielded
         mine = own or (first and (not self._endpoint or self._endpoint_here()))
@@ -529,7 +528,9 @@ class ControllerSupervisor:
     def _judge(self, part: Sidecar, code: int, begun: bool) -> None:
         """Say what has become of the controller; give up what another one could not do either."""
         error = part.error()
-        self._yielded = self._yielded or isinstance(error, ConflictError)
+        if isinstance(error, ConflictError):
+            # Another node leads, or is to: this one may have been cut off from most of them.
+            self._yielded, self._not_before = True, time.monotonic() + _MOST_AGAIN_S
         if error is not None and error.kind == "listen":
             # Of a job that had a controller, one that hangs may hold the port: every other start
             # takes any port, and nodes find it by the leader's record.

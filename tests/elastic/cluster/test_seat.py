@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +47,7 @@ class Job:
         script.write_text(TRAIN)
         self.log, self.steps_file = folder / "log", folder / "steps"
         self.steps_file.touch()
+        self.launchers: list[subprocess.Popen[str]] = []
         name, secret = f"seat-{secrets.token_hex(3)}", secrets.token_hex(16)
         for node in range(network.count):
             run = Path(f"{os.environ['CKPTD_RUN_DIR']}-{node}")
@@ -55,7 +58,7 @@ class Job:
             flags += ["--no-watch", "--set", "grow_s=2", "--set", "gather_s=60"]
             with (folder / f"n{node}.out").open("wb") as out:
                 command = [*COMMAND, "run", *flags, str(script), str(self.steps_file)]
-                network.start(node, command, env, stdout=out, stderr=out)
+                self.launchers.append(network.start(node, command, env, stdout=out, stderr=out))
             if node == 0:
                 self.until(lambda: self.seats() == 1)
 
@@ -85,12 +88,12 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
     needs_namespaces()
     assert sys.executable
-    with Network(3) as network:
+    with Network(getattr(request, "param", 3)) as network:
         job = Job(network, tmp_path)
-        job.trains({"n0", "n1", "n2"})
+        job.trains({f"n{node}" for node in range(network.count)})
         yield job
 
 
@@ -116,3 +119,24 @@ def test_a_controller_that_is_cut_off_from_most_nodes_is_followed_once(job: Job)
         assert job.seats() == taken, job.words()
         time.sleep(0.2)
     job.trains({"n1", "n2"})
+
+
+@pytest.mark.parametrize("job", [4], indirect=True)
+def test_a_stand_in_that_is_cut_off_from_the_others_gives_way_to_them(job: Job) -> None:
+    """Node n1 is the first to stand in for the controller that dies with n0."""
+    seats, late = job.seats(), job.launchers[2:]
+    for launcher in late:
+        launcher.send_signal(signal.SIGSTOP)
+    job.network.cut(1)
+    job.network.kill(0)
+    job.until(lambda: job.seats() > seats)
+    for launcher in late:
+        launcher.send_signal(signal.SIGCONT)
+    job.trains({"n2", "n3"})
+    end = time.monotonic() + 20.0
+    while time.monotonic() < end:
+        assert "n1 1" not in job.rows(), job.words()
+        time.sleep(0.2)
+    job.network.mend(1)
+    job.trains({"n1", "n2", "n3"})
+    assert "n1 1" not in job.rows(), job.words()

@@ -260,10 +260,15 @@ class World(Nodes):
         if self.log_lost and known:
             raise Violation(f"generation {record.generation} was begun over a log that was lost")
         hears, knows = boss.machine.hears(self.now + boss.ahead, 2.0, linked=True)
-        if knows - hears > hears and len(self.silent()) > hears:
-            self.counts["yielded"] += 1
-            del self.bosses[boss.life]
-            return
+        if len(self.silent()) > hears:
+            if knows - hears > hears:
+                self.counts["yielded"] += 1
+                del self.bosses[boss.life]
+                return
+            last = self.record_of(self.newest_generation)
+            parted = {n.name for n in self.silent()} & (last.nodes if last else set())
+            if len(parted) > hears:
+                raise Violation(f"{hears} of {knows} nodes go on without {parted}, which live")
         if len(self.log) != boss.known:
             self.counts["log-taken"] += 1
             del self.bosses[boss.life]

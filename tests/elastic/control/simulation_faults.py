@@ -70,6 +70,15 @@ class _Faults:
         island = [node for node in self.nodes if self.rng.random() < part] or [self.one()]
         self.world.cut_off(island, self.rng.uniform(0.5, 40))
 
+    def fault_lone_stand_in(self) -> None:
+        """The controller's node dies, and the node that stands in is cut off from all others."""
+        lone = self.one()
+        others = [node for node in self.nodes if node is not lone]
+        for node in self.rng.sample(others, min(1, len(others))):
+            self.world.kill_node(node, back=self.rng.random() < 0.5, told=True)
+        self.world.kill_controller(0.0)
+        self.world.later(0.0, lambda: self.world.cut_off(others, self.rng.uniform(0.5, 40)))
+
     def fault_reset(self) -> None:
         """A connection breaks, and is back too late by a little."""
         self.world.hear(NodeLost(node=self.one().name))

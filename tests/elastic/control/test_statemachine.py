@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ckptd.elastic.control.history import Splitter
 from ckptd.elastic.control.statemachine import State
 from ckptd.elastic.control.states import ExitCodes
 from ckptd.elastic.messages import (
@@ -251,6 +252,28 @@ def test_a_node_whose_connection_broke_is_not_heard_though_it_spoke_a_moment_bef
         d.hear(NodeLost(node=name))
     assert d.machine.hears(d.now, 2.0, linked=True) == (1, 4)
     assert d.machine.hears(d.now, 2.0) == (4, 4), "signs for launchers change no sooner"
+
+
+@pytest.mark.parametrize(
+    ("others", "goes_on"), [("", ("a",)), ("b", ("a", "b")), ("bc", ("a", "b", "c"))]
+)
+def test_a_stand_in_goes_on_without_most_nodes_only_once_they_had_the_time_to_come(
+    driver: Driver, others: str, goes_on: tuple[str, ...]
+) -> None:
+    """Its own worker fails at once. It took itself for the whole job, though most of it lived."""
+    assert driver.machine.record is not None
+    again = Driver(records=[driver.machine.record], settle_s=5.0)
+    again.running = dict(driver.running)
+    again.up("a")
+    again.hear(Ended(node="a", generation=1, code=1))
+    out = again.all_fenced("a")
+    out += again.pass_time(0.4, "a")
+    assert none(out, Append)
+    again.up(*others)
+    out = again.all_fenced(*others)
+    out += again.pass_time(0.5 if others else 4.5, "a", *others)
+    assert one(out, Append).record.nodes == set(goes_on)
+    assert again.machine.hears(again.now + 5, 9.0, linked=True) == (len(goes_on), 3)
 
 
 def test_who_wakes_up_with_old_workers_is_fenced(driver: Driver) -> None:
@@ -519,16 +542,19 @@ def test_a_controller_that_comes_back_fences_if_somebody_is_missing(driver: Driv
 
 
 @pytest.mark.parametrize(
-    ("heard", "waits", "why"),
+    ("heard", "late", "waits", "why"),
     [
-        ("ab", 0.5, "; no heartbeat from c"),
-        ("a", 0.5, "; no heartbeat from b, c"),
-        ("abc", 2.0, ""),
+        ("ab", "", 0.5, "; no heartbeat from c"),
+        ("a", "b", 0.5, "; no heartbeat from c"),
+        ("a", "", 0.5, "; no heartbeat from b, c"),
+        ("ab", "c", 0.5, ""),
+        ("abc", "", 2.0, ""),
     ],
 )
 def test_who_does_not_come_to_a_stand_in_is_why_a_collective_failed(
-    driver: Driver, heard: str, waits: float, why: str
+    driver: Driver, heard: str, late: str, waits: float, why: str
 ) -> None:
+    """Nodes that come while the others are being stopped are not lost."""
     record = driver.machine.record
     assert record is not None
     again = Driver(records=[record])
@@ -539,7 +565,16 @@ def test_who_does_not_come_to_a_stand_in_is_why_a_collective_failed(
     while none(again.hear(Tick(), 0.05), Fence):
         again.up(*heard, after=0.0)
     assert waits <= again.now - began < waits + 0.2
-    assert again.machine.reason == f"a: a collective failed{why}"
+    again.up(*late)
+    out = again.all_fenced(*heard, *late)
+    out += again.pass_time(6, *heard, *late)
+    reason = f"a: a collective failed{why}"
+    assert one(out, Append).record.reason == reason
+    again.hear(Progress(generation=again.machine.generation, step=99))
+    splitter = Splitter()
+    for move in again.machine.moves():
+        splitter.moved(move)
+    assert [recovery.cause for recovery in splitter.recoveries] == [reason]
 
 
 def test_what_a_lost_controller_had_begun_is_not_begun_again_under_its_number(

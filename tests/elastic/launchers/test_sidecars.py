@@ -250,6 +250,7 @@ def test_a_launcher_whose_controller_gave_way_takes_the_place_back_no_more(
 ) -> None:
     """One that was cut off had once had the controller: it took the place, and three heard it."""
     monkeypatch.setattr("ckptd.elastic.launchers.sidecars._AGAIN_S", 0.0)
+    monkeypatch.setattr("ckptd.elastic.launchers.sidecars._MOST_AGAIN_S", 0.0)
     log, started, said = str(tmp_path / "log"), Started(), list[str]()
     places = open_places("j", log)
     other = LeaderView(places.leader)
@@ -268,6 +269,30 @@ def test_a_launcher_whose_controller_gave_way_takes_the_place_back_no_more(
         assert "another controller registered first" in said[-1]
         supervisor.turn(0.1, 3)  # the other one answers
         until(cut_off)
+        assert len(started.processes) == 1
+    finally:
+        supervisor.end(0.0)
+
+
+def test_a_launcher_whose_controller_gave_way_lets_other_nodes_be_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be cut off from most of them, which count it among those that hear none."""
+    monkeypatch.setattr("ckptd.elastic.launchers.sidecars._MOST_AGAIN_S", 3600.0)
+    log, started = str(tmp_path / "log"), Started()
+    places = open_places("j", log)
+    supervisor = supervised(places, tmp_path, "--job", "j", "--log", log, start=started, node="n3")
+
+    def beats() -> int:
+        supervisor.turn(9.0, 3)
+        return sum(sign.beat for sign in places.leader.signs().values())
+
+    try:
+        until(lambda: supervisor.turn(math.inf, NO_ORDER))
+        supervisor.turn(0.1, 3)
+        places.leader.take(1, "127.0.0.1:9", "another")
+        silent(supervisor, lambda: not supervisor.seated)
+        until(lambda: beats() > 6)
         assert len(started.processes) == 1
     finally:
         supervisor.end(0.0)

@@ -5,12 +5,14 @@ Nothing of it touches the namespace that the tests run in, but names below ``/ru
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,6 +117,12 @@ class Network:
         """Undo `cut`."""
         halves = ["route del blackhole 10.77.0.0/17", "route del blackhole 10.77.128.0/17"]
         _batch(halves, self.spaces[node])
+
+    def kill(self, node: int) -> None:
+        """Kill all processes of a node."""
+        for pid in _run(["ip", "netns", "pids", self.spaces[node]]).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def enter_hub(self) -> None:
         """Put this thread, and those that it starts, on the router, which reaches all nodes."""

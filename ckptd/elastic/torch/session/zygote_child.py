@@ -25,7 +25,7 @@ import msgspec
 from ckptd.base.runtime.host import mapped_files
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.exitreport import first_to_say, note_end
-from ckptd.elastic.launchers.zygotewire import Fork
+from ckptd.elastic.launchers.zygotewire import Fork, ends_with_parent
 from ckptd.elastic.messages import LEASE_VARIABLE
 from ckptd.parts import part
 
@@ -33,16 +33,14 @@ _environs = msgpack_decoder(dict[str, str])
 
 THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
 """1 in the zygote, so that numpy starts no threads there."""
-_PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 1 << 20
 _NOT_FOUND = 127
 _NO_SCRIPT = 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
     """Get a signal when the thread of `parent` that started this process ends; end if it has."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number)
+    ends_with_parent(number)
     if os.getppid() != parent:
         os._exit(1)
 
