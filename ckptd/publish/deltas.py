@@ -50,7 +50,6 @@ _PACKED, _SAME = 1 << 31, 1 << 30
 _BITS = 255
 _MOST_LOW = 15
 _SPARSE_SHARE = 0.75
-_MAYBE_PLANES = 0.5
 _SAMPLE, _LEAST_PACKED = 256, 64
 _local = threading.local()  # contexts of zstd serve one thread each
 
@@ -60,7 +59,7 @@ _PLANES_ALONE = zstandard.ZstdCompressionParameters(
     window_log=18,
     strategy=zstandard.STRATEGY_FAST,
     min_match=7,
-    hash_log=8,
+    hash_log=6,
     write_content_size=False,
 )
 
@@ -89,19 +88,14 @@ def changed(old: U8, new: U8, size: int) -> tuple[bytes | None, bytes]:
     most = max(1, int(_SPARSE_SHARE * count))
     found = change_of(old, new, size, most) or _changed(old, new, size, most)
     delta = found.sparse
-    if not delta:
-        delta = NOTHING if delta is not None else None
-    elif _HEAD.unpack_from(delta)[2] <= _MAYBE_PLANES * count or not found.packs:
-        return _least(delta if not found.packs else _packed(found, size, count), new), found.digest
-    if found.packs:
-        xor = (old ^ new).reshape(-1, size)
-        planes = (_stream(xor[:, i].tobytes(), found.packs >> i & 1) for i in range(size))
-        delta = PLANES + b"".join(planes)
-    return delta if delta is None else _least(delta, new), found.digest
-
-
-def _least(delta: bytes, new: U8) -> bytes | None:
-    return delta if len(delta) <= len(new) else None
+    if found.planes:
+        packs = (found.packs >> i & 1 for i in range(size))
+        delta = PLANES + b"".join(map(_stream, found.planes, packs))
+    elif delta:
+        delta = _packed(found, size, count) if found.packs else delta
+    elif delta is not None:
+        delta = NOTHING
+    return (delta if delta is None or len(delta) <= len(new) else None), found.digest
 
 
 def _changed(old: U8, new: U8, size: int, most: int) -> RunChange:
@@ -110,18 +104,18 @@ def _changed(old: U8, new: U8, size: int, most: int) -> RunChange:
     at = np.flatnonzero(xor)
     if not len(at):
         return RunChange(b"", 0)
-    few = len(at) <= most
-    planes = (xor[at] if few else xor).view(np.uint8).reshape(-1, size).T
+    few, whole = len(at) <= most, xor.view(np.uint8).reshape(-1, size).T
+    planes = xor[at].view(np.uint8).reshape(-1, size).T if few else whole
     packs = sum(_is_skewed(plane) << i for i, plane in enumerate(planes))
-    if not few:
-        return RunChange(None, packs)
     streams = []
-    for i, plane in enumerate(planes):
+    for i, plane in enumerate(planes if few else ()):
         same = len(at) > 1 and bool(np.all(plane == plane[0]))
         if same or len(at) < _LEAST_PACKED:
             packs &= ~(1 << i)
         head = _LENGTH.pack(1 | _SAME if same else len(plane))
         streams.append(head + plane[: 1 if same else None].tobytes())
+    if not few or (packs and 2 * len(at) > len(xor)):
+        return RunChange(None, packs, tuple(p.tobytes() for p in whole) if packs else ())
     low, *_ = least = _places(len(at), len(xor))
     head = _HEAD.pack(SPARSE[0], low, len(at))
     if low == _BITS:
@@ -166,7 +160,7 @@ def _packed(found: RunChange, size: int, count: int) -> bytes:
     return b"".join(out)
 
 
-def _stream(raw: bytes, packs: int) -> bytes:
+def _stream(raw: bytes | memoryview, packs: int) -> bytes:
     if packs:
         if not hasattr(_local, "packer"):
             _local.packer = zstandard.ZstdCompressor(compression_params=_PLANES_ALONE)

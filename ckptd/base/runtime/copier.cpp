@@ -346,6 +346,32 @@ WIDE bool compare_wide(
   return count <= found.most;
 }
 
+// Puts the XOR of all elements, byte plane by byte plane.
+template <int shift>
+WIDE void split_wide(const char* a, const char* b, std::size_t size, Next planes) {
+  constexpr std::size_t per = kLine >> shift;
+  std::uint16_t places[kLine + 32];  // not asked for
+  std::size_t at = 0;
+  for (; size - at >= kLine; at += kLine) {
+    planes.at = places;
+    const __m512i x = _mm512_loadu_si512(a + at), y = _mm512_loadu_si512(b + at);
+    planes = note_line<shift>(planes, _mm512_xor_si512(x, y), ~std::uint64_t{0} >> (64 - per), 0);
+  }
+  for (; at < size; at += std::size_t{1} << shift) {
+    planes.at = places;
+    planes = note<shift>(planes, a, b, at >> shift);
+  }
+}
+
+template <int shift>
+void split(const char* a, const char* b, std::size_t size, Next planes) {
+  std::uint16_t place = 0;  // not asked for
+  for (std::size_t at = 0; at < size; at += std::size_t{1} << shift) {
+    planes.at = &place;
+    planes = note<shift>(planes, a, b, at >> shift);
+  }
+}
+
 // --- as bytes -----------------------------------------------------------------------------------
 
 constexpr std::uint8_t kBits = 255;  // in place of a number of low bits: a bit an element
@@ -511,9 +537,51 @@ extern "C" void ckptd_copy(char* to, const char* from, std::size_t size) {
   std::memcpy(to + head + whole, from + head + whole, size - head - whole);
 }
 
+namespace {
+
+template <int shift>
+std::int64_t change(
+    const char* a, const char* b, std::size_t size, Found& found, std::uint8_t* out,
+    std::uint8_t* told, bool wide) {
+  constexpr std::size_t width = std::size_t{1} << shift;
+  const std::size_t elements = size >> shift;
+  const bool fits = wide ? compare_wide<shift>(a, b, size, found, told) : compare<shift>(a, b, size, found);
+  told[16] = wide && size >= kLeastHashed;
+  told[17] = 0;
+  if (fits && !found.count) return 0;
+  std::uint8_t* end = out;
+  if (fits) {
+    out[0] = 1;
+    end = put_places(found, elements, out, wide);
+    for (std::size_t plane = 0; plane < width; ++plane) {
+      bool packs = false;
+      end = put_plane(found.planes + plane * found.stride, found.count, end, packs);
+      told[17] |= static_cast<std::uint8_t>(packs << plane);
+    }
+    if (2 * found.count <= elements || !told[17]) return end - out;
+  } else {
+    const std::size_t step = elements < 2 * kSample ? 1 : elements / kSample;
+    for (std::size_t plane = 0; plane < width; ++plane) {
+      Sample sample;
+      for (std::size_t i = 0; i < elements && sample.drawn < kSample; i += step) {
+        const std::size_t at = (i << shift) + plane;
+        sample.draw(static_cast<std::uint8_t>(a[at] ^ b[at]));
+      }
+      told[17] |= static_cast<std::uint8_t>(sample.packs() << plane);
+    }
+  }
+  if (told[17]) {
+    (wide ? split_wide<shift> : split<shift>)(a, b, size, {nullptr, out, elements + kLine});
+  }
+  return -1;
+}
+
+}  // namespace
+
 // How `size` bytes of elements of 1 << shift bytes have changed, in the sparse form of
 // `ckptd/publish/deltas.py`, none of its streams packed. Returns its length; 0: no element has;
-// -1: more than `most` have.
+// -1: more than `most` have, or more than half, some of whose planes would be smaller after packing:
+// then `out` has the XOR of all elements, each byte plane 64 bytes behind the one before.
 //
 // told: 16 bytes of the digest of the new ones; whether it is there; which planes would be smaller
 // after packing, of the elements that have changed, or of all where these are too many.
@@ -530,45 +598,12 @@ extern "C" std::int64_t ckptd_change(
   found.at = reinterpret_cast<std::uint16_t*>(found.chunks + elements / kChunk + 1);
   found.planes = reinterpret_cast<std::uint8_t*>(found.at + found.stride);
   found.bits = found.planes + width * found.stride;
-  bool fits = false;
-  if (wide) {
-    switch (shift) {
-      case 0: fits = compare_wide<0>(a, b, size, found, told); break;
-      case 1: fits = compare_wide<1>(a, b, size, found, told); break;
-      case 2: fits = compare_wide<2>(a, b, size, found, told); break;
-      default: fits = compare_wide<3>(a, b, size, found, told); break;
-    }
-  } else {
-    switch (shift) {
-      case 0: fits = compare<0>(a, b, size, found); break;
-      case 1: fits = compare<1>(a, b, size, found); break;
-      case 2: fits = compare<2>(a, b, size, found); break;
-      default: fits = compare<3>(a, b, size, found); break;
-    }
+  switch (shift) {
+    case 0: return change<0>(a, b, size, found, out, told, wide);
+    case 1: return change<1>(a, b, size, found, out, told, wide);
+    case 2: return change<2>(a, b, size, found, out, told, wide);
+    default: return change<3>(a, b, size, found, out, told, wide);
   }
-  told[16] = wide && size >= kLeastHashed;
-  told[17] = 0;
-  if (!fits) {
-    const std::size_t step = elements < 2 * kSample ? 1 : elements / kSample;
-    for (std::size_t plane = 0; plane < width; ++plane) {
-      Sample sample;
-      for (std::size_t i = 0; i < elements && sample.drawn < kSample; i += step) {
-        const std::size_t at = (i << shift) + plane;
-        sample.draw(static_cast<std::uint8_t>(a[at] ^ b[at]));
-      }
-      told[17] |= static_cast<std::uint8_t>(sample.packs() << plane);
-    }
-    return -1;
-  }
-  if (!found.count) return 0;
-  out[0] = 1;
-  std::uint8_t* end = put_places(found, elements, out, wide);
-  for (std::size_t plane = 0; plane < width; ++plane) {
-    bool packs = false;
-    end = put_plane(found.planes + plane * found.stride, found.count, end, packs);
-    told[17] |= static_cast<std::uint8_t>(packs << plane);
-  }
-  return end - out;
 }
 
 #else

@@ -85,16 +85,20 @@ class RunChange(NamedTuple):
     ----------
     sparse
         The sparse form of `ckptd.publish.deltas`, none of whose streams is packed; empty: nothing
-        has changed, None: more elements than that is for.
+        has changed, None: more elements than that is for, or more than half, which pack.
     packs
         A bit for each byte plane that would be smaller after packing: of the elements that have
-        changed, or of all where `sparse` is None.
+        changed, or of all where more have than a sparse form is for.
+    planes
+        The XOR of all elements, byte plane by byte plane, where `sparse` is None and some pack;
+        until the next call of this thread.
     digest
         Of the new bytes; empty where it was not made.
     """
 
     sparse: bytes | None
     packs: int
+    planes: tuple[bytes | memoryview, ...] = ()
     digest: bytes = b""
 
 
@@ -119,7 +123,7 @@ def _change(
 ) -> RunChange:
     count = len(new) // size
     to = 4 * (count // (1 << 16) + 1) + (2 + size) * (most + 64) + count // 8 + 640
-    told = to + count // 8 + size * (most + 4) + 32
+    told = to + count // 8 + size * (count + 64) + 32
     room: tuple[NDArray[np.uint8], int] | None = getattr(_local, "room", None)
     if room is None or told + 18 > _ROOM_BYTES:
         made = np.empty(max(told + 18, _ROOM_BYTES), np.uint8)
@@ -131,8 +135,11 @@ def _change(
         _address(old), _address(new), len(new), size.bit_length() - 1, most, at, at + to, at + told
     )
     last = memory[told : told + 18].tobytes()
-    sparse = None if length < 0 else memory[to : to + length].tobytes()
-    return RunChange(sparse, last[17], last[:16] if last[16] else b"")
+    sums = last[:16] if last[16] else b""
+    if length >= 0:
+        return RunChange(memory[to : to + length].tobytes(), last[17], (), sums)
+    planes = memory[to : to + size * (count + 64)].reshape(size, -1)[: size if last[17] else 0]
+    return RunChange(None, last[17], tuple(plane[:count].data for plane in planes), sums)
 
 
 def copies_natively() -> bool:
