@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
@@ -257,37 +257,36 @@ class WeakStorages:
 
 
 def memory_of(
-    tensors: Iterable[torch.Tensor],
-) -> tuple[list[Any], list[torch.Tensor], list[torch.UntypedStorage]]:
-    """Return where tensors lie and how that is read, in columns; this rank's parts; their storages.
+    wholes: Sequence[torch.Tensor], together: int = 512
+) -> tuple[list[list[Any]], list[torch.Tensor], list[torch.UntypedStorage]]:
+    """Return where tensors lie and how that is read; this rank's parts; their storages.
 
+    Columns are of so many `together` as the core's own cache has at a time.
     Two that are equal are the same view of the same memory, as long as a weak reference keeps the
     identity of the storage that was there at first from others.
     """
-    wholes = [*tensors]
     plain = {*map(type, wholes)}.issubset(PLAIN)
     # Of many tensors the way to a method costs as much as the method.
     of = partial(getattr, torch.Tensor) if plain else methodcaller
-    locals = wholes if plain else [local_tensor(t) for t in wholes]
-    storages = [*map(of("untyped_storage"), locals)]
-    dtypes = [local.dtype for local in locals]
-    lazy = any(dtype.is_complex for dtype in {*dtypes})
-    columns = [
-        # The storage says the device. Memory that is empty here (an uneven shard) has no address.
-        array("Q", [storage._cdata for storage in storages]),
-        array("Q", [*map(of("data_ptr"), locals)]),
-        [*map(of("size"), locals)],
-        [*map(of("stride"), locals)],
-        dtypes,
-        [*map(type, wholes)],  # which a program can set in place
-        # The bits of a view change what is read and not where.
-        bytes(map(of("is_conj"), locals if lazy else ())),
-        bytes(map(of("is_neg"), locals)),
-        # The mesh is an object that others may be equal to: ranks agree on its identity alone.
-        [
-            (at, id(whole.device_mesh), whole.placements, whole.shape)
-            for at, (whole, local) in enumerate(() if plain else zip(wholes, locals, strict=True))
-            if local is not whole and is_dtensor(whole)
-        ],
-    ]
-    return columns, locals, storages
+    locals = [*wholes] if plain else [local_tensor(t) for t in wholes]
+    memory, storages = list[list[Any]](), list[torch.UntypedStorage]()
+    for first in range(0, len(wholes), together):
+        some, parts = (all[first : first + together] for all in (wholes, locals))
+        storages += map(of("untyped_storage"), parts)
+        meshed, dtypes = () if plain else some, [local.dtype for local in parts]
+        columns = [
+            # The storage says the device. Memory that is empty (an uneven shard) has no address.
+            array("Q", [storage._cdata for storage in storages[first:]]),
+            array("Q", [*map(of("data_ptr"), parts)]),
+            [*map(of("size"), parts)],
+            [*map(of("stride"), parts)],
+            dtypes,
+            [*map(type, some)],  # which a program can set in place
+            # The bits of a view change what is read and not where.
+            bytes(map(of("is_conj"), parts if any(d.is_complex for d in {*dtypes}) else ())),
+            bytes(map(of("is_neg"), parts)),
+            # The mesh is an object that others may be equal to: ranks agree on its identity alone.
+            [(id(w.device_mesh), w.placements, w.shape) for w in meshed if is_dtensor(w)],
+        ]
+        memory.append(columns)
+    return memory, locals, storages

@@ -186,10 +186,10 @@ class KnownState:
         self._ids, self._inside, self._records = ids, inside, sink.records
         self._facts = look.facts
         self._positions = array("Q", tensors)
-        self._memory, _, storages = memory_of(tensors.values())
+        self._memory, _, storages = memory_of([*tensors.values()])
         self._storages = WeakStorages(storages)
         shared: dict[Any, Any] = {}
-        for column in self._memory:
+        for column in (c for columns in self._memory for c in columns):
             if isinstance(column, list):
                 column[:] = map(shared.setdefault, column, column)
         # Kept, so that their ids are not given to others.
@@ -334,7 +334,7 @@ class KnownState:
 
     def _forms_of(self, fresh: list[TensorLeaf]) -> list[tuple[Any, ...]] | None:
         """Return the forms of what each save asks for; None where it shares memory with others."""
-        held = {*self._memory[0]} if fresh else ()
+        held = {at for columns in self._memory for at in columns[0]} if fresh else ()
         if any(is_dtensor(x.tensor) or x.local.untyped_storage()._cdata in held for x in fresh):
             return None
         return [

@@ -468,9 +468,9 @@ class _Walker(Nesting):
     ) -> Iterator[Site]:
         """Yield the sites of all items of a dict."""
         pairs = [*value.items()]
-        plain = map(PLAIN.__contains__, map(type, map(itemgetter(1), pairs)))
-        for run, some in groupby(zip(plain, pairs, strict=True), itemgetter(0)):
-            items = [*map(itemgetter(1), some)]
+        plain, left = map(PLAIN.__contains__, map(type, map(itemgetter(1), pairs))), iter(pairs)
+        for run, some in groupby(plain):
+            items = [*islice(left, len([*some]))]
             if run:
                 yield Site(place, TensorRun(value, items, named), put_nothing)
                 continue

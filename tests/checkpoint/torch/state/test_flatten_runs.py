@@ -135,6 +135,58 @@ def test_what_was_a_run_is_recalled_as_each_by_itself(
     assert run == outcome(flatten, state)
 
 
+TOGETHER = 512  # are compared at a time
+
+
+def viewed(view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def change(tensor: torch.Tensor) -> None:
+        tensor.data = view(tensor.data)
+
+    return change
+
+
+def to_parameter(tensor: torch.Tensor) -> None:
+    tensor.__class__ = nn.Parameter
+
+
+FOOLS: dict[str, Callable[[torch.Tensor], None]] = {
+    "memory": viewed(torch.clone),
+    "dtype": viewed(lambda t: t.view(torch.int32)),
+    "shape": viewed(lambda t: t.view(4)),
+    "strides": viewed(torch.t),
+    "a part": viewed(lambda t: t[1:]),
+    "sign": viewed(torch._neg_view),
+    "class": to_parameter,
+    "size of the memory": lambda t: t.untyped_storage().resize_(1 << 16),
+}
+
+
+@pytest.mark.parametrize("change", [*FOOLS])
+def test_each_of_many_tensors_is_looked_at(change: str) -> None:
+    for at in (0, TOGETHER - 1, TOGETHER, TOGETHER + 9):
+        many = {f"t{i}": torch.full((2, 2), float(i)) for i in range(TOGETHER + 10)}
+        flattener = Flattener()
+        known = flattener.flatten(many).known
+        assert flattener.flatten(many).known is known is not None
+        FOOLS[change](many[f"t{at}"])
+        found = flattener.flatten(many)
+        assert found.known is not known, at
+        assert full(found) == full(flatten(many))
+
+
+def test_many_tensors_that_change_places_are_looked_at() -> None:
+    many = {f"t{i}": torch.full((2, 2), float(i)) for i in range(2 * TOGETHER)}
+    flattener = Flattener()
+    known = flattener.flatten(many).known
+    for one, other in ((0, 1), (0, TOGETHER), (TOGETHER - 1, TOGETHER)):
+        first, second = many[f"t{one}"], many[f"t{other}"]
+        first.data, second.data = second.data, first.data
+        found = flattener.flatten(many)
+        assert found.known is not known
+        assert found.tensors[f"t{one}"].tensor[0, 0] == first[0, 0]
+        known = found.known
+
+
 def test_names_that_are_taken_are_told_one_by_one() -> None:
     sink = Sink()
     run = StatePlace("m", "state['m']", "m"), ["w"], [("w", a)]
