@@ -58,11 +58,11 @@ def stranger(says: str, job: str = "j") -> Iterator[str]:
         one = Identity(secret, "rank" if role == "rank" else "controller", "n9", job)
         context = one.context(server=True)
         if role == "expired":
-            leaf = issue(secret, "controller", "n9", time.time() - 2 * LEAF_S)[1]
+            leaf = issue(secret, "controller", "n9", time.time() - LEAF_S)[1]
             _load(context, leaf)
         if role == "another program":
             context.set_alpn_protocols([])
-            _load(context, issue(b"s" * 32, "controller", "n9", time.time())[1])
+            _load(context, issue(b"s" * 32, "controller", "n9", time.time() + LEAF_S)[1])
 
     def meet(conn: socket.socket) -> None:
         with conn, suppress(OSError):

@@ -5,9 +5,9 @@ like; HTTPS.
 
 The authority is an Ed25519 key that HKDF (RFC 5869) makes of the secret, and a certificate in which
 nothing is random: all that know the secret have the same one, and nothing has to pass it on. With
-it a process issues itself a leaf, valid for hours, that names its role and its node. So what is
-sent between hosts, large data too, is encrypted, and cannot be changed, added, dropped, repeated or
-cut short without an error.
+it a process issues itself a leaf that names its role and its node. What it hands to those that do
+not have the secret is valid for hours. So what is sent between hosts, large data too, is encrypted,
+and cannot be changed, added, dropped, repeated or cut short without an error.
 
 `TlsSession` does no I/O: it takes and gives bytes, so blocking and asyncio ends share it.
 """
@@ -49,9 +49,7 @@ from ckptd.errors import (
 PROTOCOL = "ckptd/3"
 """Name of the protocol that both ends must speak: the version of handshake and frames."""
 LEAF_S = 12 * 3600.0
-"""How long a leaf is valid, in seconds; at half of that a process issues itself the next one."""
-BEHIND_S = 3600.0
-"""So much a clock may be behind that of the process that issued a leaf, in seconds."""
+"""How long a leaf that is handed out is valid, in seconds; at half of that there is a next one."""
 
 _URI = "ckptd://"
 _RECORD_BYTES = 1 << 14
@@ -266,7 +264,8 @@ class Identity:
         if isinstance(self._proof, FromFiles):
             return read_files(self._role)
         if isinstance(self._proof, bytes):
-            return issued(self._proof, self._role, self._node)
+            # The secret lies beside it: that it ended would shut out nobody but wrong clocks.
+            return issued(self._proof, self._role, self._node, _FOR_EVER)
         if self._role not in ("rank", "worker"):
             raise UsageError("a launcher hands out no such certificate", found=self._role)
         handed = asked_of_launcher(self._role)
@@ -334,10 +333,9 @@ def https(context: ssl.SSLContext | None = None) -> ssl.SSLContext | None:
     return context or fit
 
 
-def issued(secret: bytes, role: Role, node: str) -> tuple[bytes, bytes, float]:
-    """Return what `issue` does now, and when the next leaf is due."""
-    now = time.time()
-    return (*issue(secret, role, node, now), now + LEAF_S / 2)
+def issued(secret: bytes, role: Role, node: str, end: float) -> tuple[bytes, bytes, float]:
+    """Return what `issue` does, and when the next leaf is due."""
+    return (*issue(secret, role, node, end), time.time() + LEAF_S / 2)
 
 
 def hand(given: str | None, node: str, asked: AskProof) -> HandedProof:
@@ -356,19 +354,18 @@ def hand(given: str | None, node: str, asked: AskProof) -> HandedProof:
     key = key_of_ranks(secret)
     if not asked.role:
         return HandedProof(key)
-    files = given_files()
-    return HandedProof(
-        key, *(read_files(asked.role) if files else issued(secret, asked.role, node))
-    )
+    if given_files():
+        return HandedProof(key, *read_files(asked.role))
+    return HandedProof(key, *issued(secret, asked.role, node, time.time() + LEAF_S))
 
 
-def issue(secret: bytes, role: Role, node: str, now: float) -> tuple[bytes, bytes]:
+def issue(secret: bytes, role: Role, node: str, end: float) -> tuple[bytes, bytes]:
     """Return the authority's certificate, and a new leaf with its key, in PEM.
 
     Parameters
     ----------
-    now
-        In seconds since the epoch.
+    end
+        When the leaf is over, in seconds since the epoch. It has no beginning: clocks differ.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -383,7 +380,7 @@ def issue(secret: bytes, role: Role, node: str, now: float) -> tuple[bytes, byte
     number = int.from_bytes(issuer.digest, "big") >> 1
 
     def certificate(
-        name: str, public: Ed25519PrivateKey, serial: int, begin: float, end: float, ca: bool
+        name: str, public: Ed25519PrivateKey, serial: int, end: float, ca: bool
     ) -> x509.CertificateBuilder:
         usage = x509.KeyUsage(not ca, False, False, False, False, ca, ca, False, False)
         own = x509.SubjectKeyIdentifier.from_public_key(public.public_key())
@@ -393,7 +390,7 @@ def issue(secret: bytes, role: Role, node: str, now: float) -> tuple[bytes, byte
             .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{number:x}")]))
             .public_key(public.public_key())
             .serial_number(serial)
-            .not_valid_before(datetime.datetime.fromtimestamp(int(begin), datetime.UTC))
+            .not_valid_before(datetime.datetime.fromtimestamp(0, datetime.UTC))
             .not_valid_after(datetime.datetime.fromtimestamp(int(end), datetime.UTC))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), True)
             .add_extension(usage, True)
@@ -403,8 +400,8 @@ def issue(secret: bytes, role: Role, node: str, now: float) -> tuple[bytes, byte
             )
         )
 
-    of_authority = certificate(f"{number:x}", authority_key, number, 0, _FOR_EVER, True)
-    leaf = certificate(role, key, x509.random_serial_number(), now - BEHIND_S, now + LEAF_S, False)
+    of_authority = certificate(f"{number:x}", authority_key, number, _FOR_EVER, True)
+    leaf = certificate(role, key, x509.random_serial_number(), end, False)
     uri = x509.UniformResourceIdentifier(f"{_URI}{role}/{quote(node, safe='')}")
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     leaf = leaf.add_extension(x509.SubjectAlternativeName([uri]), False).add_extension(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import secrets
 import ssl
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from ckptd.base.net import tls
+from ckptd.base.net.handed import AskProof
 from ckptd.base.net.roles import Certified
-from ckptd.base.net.tls import BEHIND_S, LEAF_S, Identity, TlsSession, identity, issue
+from ckptd.base.net.tls import LEAF_S, Identity, TlsSession, hand, identity, issue
 from ckptd.errors import CkptdError, StoreError, TransientStoreError
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
+SOON = time.time() + LEAF_S
 RECORD = 5  # bytes of a record's head
 
 
@@ -115,7 +118,7 @@ def test_another_authority_is_refused_by_name() -> None:
 
 def test_a_client_that_is_refused_hears_why() -> None:
     """It believes the server, and shows what another authority made."""
-    stranger = Made(issue(SECRET, "agent", "n", 0.0)[0], issue(OTHER, "agent", "n", time.time())[1])
+    stranger = Made(issue(SECRET, "agent", "n", 0.0)[0], issue(OTHER, "agent", "n", SOON)[1])
     client, server = sessions(client=stranger)
     with pytest.raises(StoreError, match="different secrets"):
         shaken(client, server)
@@ -128,9 +131,9 @@ def test_a_client_that_is_refused_hears_why() -> None:
 def test_a_leaf_is_no_authority() -> None:
     """One that holds a leaf, and not the secret, makes no other one."""
     begin = b"-----BEGIN CERTIFICATE"
-    authority, leaf = issue(SECRET, "rank", "n1", time.time())
+    authority, leaf = issue(SECRET, "rank", "n1", SOON)
     key, own = load_pem_private_key(leaf, None), leaf[leaf.index(begin) :]
-    _, wish = issue(OTHER, "controller", "n1", time.time())
+    _, wish = issue(OTHER, "controller", "n1", SOON)
     wished = x509.load_pem_x509_certificate(wish[wish.index(begin) :])
     names = wished.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     made = (
@@ -162,8 +165,11 @@ def test_a_server_of_another_scope_is_told_from_one_of_another_secret() -> None:
         assert caught.value.kind == kind
 
 
-@pytest.mark.parametrize("off_s", [0.0, 50 * 60, -50 * 60, -11 * 3600])
-def test_clocks_may_differ(monkeypatch: pytest.MonkeyPatch, off_s: float) -> None:
+@pytest.mark.parametrize("off_s", [0.0, 50 * 60, -50 * 60, 86_400.0, -86_400.0, 3e8, -3e8])
+def test_clocks_of_those_that_have_the_secret_may_differ(
+    monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    """A clock a day off cost the near tiers: its node and all others refused each other."""
     there = Identity(SECRET, "rank", "n1")
     now = time.time()
     with monkeypatch.context() as patched:
@@ -172,16 +178,22 @@ def test_clocks_may_differ(monkeypatch: pytest.MonkeyPatch, off_s: float) -> Non
         assert shaken(*sessions(there))
 
 
-@pytest.mark.parametrize("off_s", [BEHIND_S + 60, -LEAF_S - 60])
-def test_clocks_that_differ_by_hours_are_named(
-    monkeypatch: pytest.MonkeyPatch, off_s: float
+@pytest.mark.parametrize(
+    ("off_s", "fits"), [(3e8, True), (-11 * 3600, True), (-LEAF_S - 60, False)]
+)
+def test_a_leaf_that_was_handed_out_is_over_after_hours(
+    monkeypatch: pytest.MonkeyPatch, off_s: float, fits: bool
 ) -> None:
-    there = Identity(SECRET, "rank", "n1")
-    now = time.time()
-    client, server = sessions()
+    """The clock of the launcher that hands it out is off."""
+    now, secret = time.time(), secrets.token_hex(16)
     with monkeypatch.context() as patched:
         patched.setattr(tls.time, "time", lambda: now + off_s)
-        client = TlsSession(there, server=False, where="server")
+        handed = hand(secret, "n1", AskProof("rank"))
+    there = Identity(secret.encode(), "agent", "n2")
+    client, server = sessions(Made(handed.authority, handed.leaf), there)
+    if fits:
+        assert shaken(client, server)
+        return
     with pytest.raises(StoreError, match="not valid at this time") as caught:
         shaken(client, server)
     assert caught.value.kind == "permission"
@@ -207,7 +219,7 @@ def test_nothing_older_than_tls_1_3_and_no_ticket() -> None:
     assert shaken(client, server)
     assert client._tls.version() == "TLSv1.3"
     assert server.to_send() == b""  # no ticket: each connection proves both ends
-    old = Made(*issue(SECRET, "agent", "n", time.time()))
+    old = Made(*issue(SECRET, "agent", "n", SOON))
     old.made.minimum_version = ssl.TLSVersion.TLSv1_2
     old.made.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(StoreError, match="another version"):

@@ -346,8 +346,7 @@ def _fell(job: LiveJob, generation: int, step: int) -> bool:
     holders = {row.node for row in job.ranks if row.generation == last.generation}
     away = {name for begun, end, name in job.away if begun <= until and end >= last.at}
     dead = {name for begun, end, name in job.away if last.at <= begun == end <= until}
-    apart = {name for begun, end, name in job.apart if begun <= until and end >= last.at}
-    lost = holders & (away - ({row.node for row in ranks} - dead) | apart)
+    lost = holders & (away - ({row.node for row in ranks} - dead))
     return len(lost) >= min(2, len(holders))
 
 

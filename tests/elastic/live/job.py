@@ -103,11 +103,6 @@ class LiveJob:
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.away: list[tuple[float, float, str]] = []
         """From when to when nodes could not be reached, and which; if they died, one moment."""
-        self.apart: list[tuple[float, float, str]] = []
-        """As `away`, of nodes that others refuse."""
-        self.refused: list[tuple[float, str]] = []
-        """Since when a node's clock is off by so much that others refuse its certificate, and it
-        theirs: no part of a step comes from it, or to it, even where it is a member."""
         self.cut: set[str] = set()
         self.begun = time.monotonic()
         run = folder / "run"
@@ -330,9 +325,6 @@ class LiveJob:
             line.cut = False
         if self.machines is not None:
             self.machines.heal()
-            now = time.monotonic()
-            self.apart += [(begun, now, name) for begun, name in self.refused]
-            self.refused = []
             for name in sorted(self.cut):
                 self.mend(name)
             if self.follower.poll() is not None:
