@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +24,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import ckptd
-from ckptd.errors import DeadlineError, UsageError, first_few
+from ckptd.errors import UsageError, first_few
 from ckptd_vllm.layouts import rollout_layout
+from ckptd_vllm.versions import have
 
 __all__ = ["CkptdInitInfo", "CkptdUpdateInfo", "CkptdWeightTransferEngine"]
 
-_log = logging.getLogger("ckptd")
-_LOOK_S = 5.0
 DERIVED = ("W_UK_T", "W_UV", "W_K", "W_V", "W_K_scale", "W_V_scale")
 """Tensors that multi-head latent attention computes of weights after they are loaded."""
 
@@ -89,7 +86,8 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
 
     _subscriber: ckptd.Subscriber | None = None
     _into: Mapping[str, torch.Tensor]
-    _pulled = False
+    _loaded: Any = None
+    """The version that the model has; one that was pulled may wait for its *finish*."""
 
     def init_transfer_engine(self, init_info: CkptdInitInfo) -> None:
         """Bind the layout to the parameters that this worker has."""
@@ -137,7 +135,6 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Nothing is touched before a version is there."""
-        self._pulled = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Pull the version; in place, parameters change here."""
@@ -158,32 +155,14 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
             raise UsageError(
                 "weights are not available before init_weight_transfer_engine", kind="closed"
             )
-        # Ranks give up after as many looks, which have the same result on all of them: by its own
-        # clock one of them would, while others go on.
-        looks = max(1, math.ceil(self._info.wait_s / _LOOK_S))
-        wait_s = self._info.wait_s / looks
-        while not self._has(update_info):
-            if not looks:
-                raise DeadlineError(
-                    "the version did not arrive",
-                    kind="no-version",
-                    wanted=f"version {update_info.number} within {self._info.wait_s:.0f} s",
-                    found=str(subscriber.last_error or subscriber.version),
-                )
-            if subscriber.update(wait_s) is None:
-                looks -= 1
-            else:
-                self._pulled = True
-
-    def _has(self, wanted: CkptdUpdateInfo) -> bool:
-        held = None if self._subscriber is None else self._subscriber.version
-        return held is not None and held.epoch == wanted.epoch and held.number >= wanted.number
+        have(subscriber, update_info.number, update_info.epoch, self._info.wait_s)
 
     def finish_weight_update(self) -> None:
         """Load the new weights through vLLM, where they were not written in place."""
-        if self._pulled and not self._info.in_place:
+        held = None if self._subscriber is None else self._subscriber.version
+        if held != self._loaded and not self._info.in_place:
             self._process()
-        self._pulled = False
+        self._loaded = held
 
     def _process(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -200,7 +179,7 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
         """End the connections; the model stays as it is."""
         if self._subscriber is not None:
             self._subscriber.close()
-        self._subscriber = None
+        self._subscriber = self._loaded = None
 
 
 def _recorded(model: torch.nn.Module) -> dict[str, torch.Tensor]:

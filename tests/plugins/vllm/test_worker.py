@@ -77,7 +77,26 @@ def test_ranks_give_up_after_the_same_looks_whatever_their_clocks_say(
     engine._subscriber = late = Answers(None, version(1, 2, "e"), None, version(2, 3, "e"))
     engine.receive_weights(wanted)
     assert len(late.waits) == 4
-    assert engine._pulled
+
+
+def test_what_was_pulled_is_loaded_by_the_next_finish_though_its_own_never_came(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.import_module("ckptd.publish.torch.subscriber").WeightVersion
+    processed: list[Any] = []
+    answers = Answers(version(1, 1, "e"))
+    engine = worker.CkptdWeightTransferEngine()
+    monkeypatch.setattr(engine, "_process", lambda: processed.append(answers.version))
+    engine._info = worker.CkptdInitInfo(layout="", at="", wait_s=1.0)
+    engine._subscriber = answers
+    engine.start_weight_update()
+    with pytest.raises(DeadlineError):
+        engine.receive_weights(worker.CkptdUpdateInfo(number=2, epoch="e"))
+    for _ in range(2):  # whoever leads vLLM had died, and begins again
+        engine.start_weight_update()
+        engine.receive_weights(worker.CkptdUpdateInfo(number=1, epoch="e"))
+        engine.finish_weight_update()
+    assert processed == [version(1, 1, "e")]
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -86,7 +105,7 @@ def test_what_vllm_computes_of_weights_forbids_to_write_them_in_place(
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert set(worker._unprocessed(model, {})) == {"0.weight", "0.bias"}
-    part = SimpleNamespace() if inside else model[0]
+    part: Any = SimpleNamespace() if inside else model[0]
     if inside:
         model[0].impl = part
     part.W_UV = torch.zeros(2)
