@@ -30,10 +30,9 @@ Options = dict[str, Any]
 
 
 @contextlib.contextmanager
-def server(kind: str) -> Iterator[Options | str]:
+def server(kind: str, bind: str = "127.0.0.1") -> Iterator[Options | str]:
     """Give the options of a store with an empty bucket, or why there is no such server."""
-    start = _moto if kind == "moto" else _radosgw
-    with start() as options:
+    with _moto(bind) if kind == "moto" else _radosgw() as options:
         if not isinstance(options, str):
             filesystem(options).call_s3("create_bucket", Bucket=BUCKET)
         yield options
@@ -66,10 +65,10 @@ def reach(options: Options) -> Options:
 
 
 @contextlib.contextmanager
-def _moto() -> Iterator[Options | str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+def _moto(bind: str) -> Iterator[Options | str]:
+    with socket.create_server((bind, 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "moto.server", "-H", bind, "-p", str(port)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, **quiet) as process:
         try:
