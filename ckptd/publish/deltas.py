@@ -140,10 +140,10 @@ def _places(number: int, count: int) -> tuple[int, int, int]:
 
 
 def _is_skewed(plane: U8) -> bool:
-    """Tell by some bytes whether equal ones are more than at random."""
+    """Tell by some bytes whether so many are equal that packing pays."""
     counts = np.bincount(plane[:: max(1, len(plane) // _SAMPLE)][:_SAMPLE])
     drawn = int(counts.sum())
-    return bool((counts * (counts - 1)).sum() // 2 * 1024 > 3 * drawn * (drawn - 1))
+    return bool((counts * (counts - 1)).sum() // 2 * 1024 > 5 * drawn * (drawn - 1))
 
 
 def _packed(found: RunChange, size: int, count: int) -> bytes:
