@@ -17,6 +17,7 @@ import pytest
 
 from ckptd.base.runtime.agentlink import AgentPlace, listen, locked, reach
 from ckptd.base.runtime.ranks import LocalBoard
+from ckptd.checkpoint.agent.node import NodeAgent
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
 from ckptd.checkpoint.save.messages import AskEnd, AskStatus, visit
 from ckptd.checkpoint.save.tiers import TierSpec
@@ -161,6 +162,41 @@ else:
 def test_a_second_signal_at_any_line_of_the_first_ones_handler_stops_nothing() -> None:
     """The lock of an event that the handler set would be waited for by the thread that has it."""
     subprocess.run([sys.executable, "-c", TWO_SIGNALS], check=True, timeout=PATIENCE_S)
+
+
+def test_an_agent_that_is_stopped_at_once_finishes_what_its_trainers_handed_over(root: str) -> None:
+    """Its trainer is there and does nothing: it can neither go nor hand it to another agent."""
+    with Trainer(root, SAVED, throttle=100_000.0) as trainer:
+        pid = int(trainer.hear())
+        stop(trainer.process.pid)
+        visit(reached(AgentPlace(root, "n0")), AskEnd(now=True), PATIENCE_S)
+        until(lambda: not lives(pid))
+        assert newest_at(root) == 2
+
+
+def test_a_process_of_another_user_is_not_served(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = AgentPlace(root, "n0")
+    monkeypatch.setattr("ckptd.checkpoint.agent.node.peer_of", lambda _: (1, os.geteuid() + 1))
+    with locked(place), listen(place) as listener:
+        agent = NodeAgent(listener, place)
+        visitor = reached(place)
+        agent._accept()
+        with pytest.raises(ProcessError):
+            visit(visitor, AskStatus(), PATIENCE_S)
+
+
+def test_an_agent_that_is_to_stay_ends_only_when_it_is_told(root: str) -> None:
+    place = AgentPlace(root, "n0")
+    with locked(place):
+        listener = listen(place)
+    listener.setblocking(False)
+    agent = NodeAgent(listener, place, stay=True)
+    agent._until = 0.0
+    assert not agent._may_end()
+    agent.end()
+    assert agent._may_end()
 
 
 def test_visitors_and_trainers_that_cannot_begin_do_not_end_what_is_kept(
