@@ -182,6 +182,11 @@ def can_be_array(tensor: torch.Tensor) -> bool:
     return not tensor.is_conj() and not tensor.is_neg() and tensor.dtype != torch.bfloat16
 
 
+def can_grow(tensor: torch.Tensor) -> bool:
+    """Tell whether torch resizes a tensor: not one whose memory an array of numpy has had."""
+    return tensor.untyped_storage().resizable()
+
+
 def loaded_optimizer(state: State, draw: random.Random) -> None:
     saved = copy.deepcopy(state["optim"].state_dict())
     state["optim"].load_state_dict(saved)
@@ -344,9 +349,9 @@ def other_memory(state: State, draw: random.Random) -> None:
     how = draw.randrange(9)
     if how == 0:
         plain["w"].set_(torch.randn(draw.randrange(1, 6), 2).to(plain["w"].dtype))
-    elif how == 1:
+    elif how == 1 and can_grow(plain["w"]):
         plain["w"].resize_(draw.randrange(0, 5), 3).fill_(draw.random())
-    elif how == 2 and not model.mask.is_neg():
+    elif how == 2 and not model.mask.is_neg() and can_grow(model.mask):
         model.mask.resize_(draw.randrange(1, 5), 4).fill_(7)
     elif how == 3:
         # What has a gradient's node, or is looked at weakly, cannot be swapped.
