@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import NotFoundError, RefusedError, StoreError, UsageError
+from ckptd.errors import (
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    TransientStoreError,
+    UsageError,
+)
 from ckptd.store.base import ObjectInfo, OpenFile, StoreSpec, Writer, open_store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
@@ -340,8 +346,26 @@ def test_a_failed_writer_is_told_before_all_is_sent() -> None:
             with pytest.raises(StoreError) as caught:
                 writer.commit()
         assert caught.value.kind == "no-space"
+        with pytest.raises(NotFoundError):
+            client.get("a", ByteRange(0, 1))
         client.put("b", b"the connection is fit for use")
         assert client.get("b", ByteRange(4, 14)) == b"connection"
+
+
+class _Short(MemoryStore):
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        return super().get(key, byte_range)[:-1]
+
+
+def test_fewer_bytes_than_a_range_has_are_no_answer() -> None:
+    store = _Short(uuid.uuid4().hex)
+    store.put("a", b"12345")
+    with (
+        StoreServer(store, secret=new_secret()) as server,
+        StoreSpec(server.url, server.describe().options | {"retry_s": 0.0}).open() as client,
+        pytest.raises(TransientStoreError, match="other bytes than requested"),
+    ):
+        client.get("a", ByteRange(1, 4))
 
 
 def test_a_bug_of_a_store_is_told_to_its_client_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import secrets
@@ -29,7 +30,7 @@ from ckptd.base.net.connection import (
 from ckptd.base.net.roles import Role
 from ckptd.base.net.tls import TlsSession, identity
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError, UsageError
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
@@ -333,6 +334,53 @@ def test_nonsense_from_friends(server: StoreServer, memory: MemoryStore) -> None
         befriend(server.describe(), 60, 2)
         assert still_serves(store)
         until(lambda: server.counts().served == 1)
+
+
+def asked(spec: StoreSpec, request: msgspec.Struct) -> messages.Failed | None:
+    """How the server refuses a request; None where it ends the connection."""
+    wire, _ = friend(spec)
+    try:
+        wire.send(request)
+        found, _ = wire.receive(msgpack_decoder(messages.Answer), 30.0)
+    except TransientStoreError:
+        return None
+    finally:
+        wire.release()
+    assert isinstance(found, messages.Failed)
+    return found
+
+
+def test_a_put_of_less_than_nothing_is_no_object(server: StoreServer, memory: MemoryStore) -> None:
+    assert asked(server.describe(), messages.Put("p", -1, False)) is None
+    with pytest.raises(NotFoundError):
+        memory.get("p")
+
+
+def test_no_descriptor_is_asked_of_the_store_over_tcp(
+    server: StoreServer, memory: MemoryStore
+) -> None:
+    memory.put("a", b"1")
+    found = asked(server.describe(), messages.Open("a"))
+    assert found is not None
+    assert found.error["message"] == "descriptors pass through Unix sockets only"
+
+
+def test_a_server_keeps_no_descriptor_that_it_gave(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with (
+        StoreSpec(f"file://{tmp_path}/store").open() as store,
+        StoreServer(store, f"ckptd+unix://{tmp_path}/socket") as server,
+        server.describe().open() as client,
+    ):
+        store.put("a", b"1")
+        opened = [client.open_file("a") for _ in range(2)]
+        before = len(os.listdir("/proc/self/fd"))
+        opened += [client.open_file("a") for _ in range(8)]
+        after = len(os.listdir("/proc/self/fd"))
+        for each in opened:
+            assert each is not None
+            os.close(each.fd)
+    assert after == before + 8
 
 
 @pytest.mark.parametrize("lengths", [((1 << 20) + 1, 0), (4, 1), ((1 << 32) - 1, (1 << 32) - 1)])
