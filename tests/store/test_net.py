@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -350,6 +351,27 @@ def test_a_failed_writer_is_told_before_all_is_sent() -> None:
             client.get("a", ByteRange(0, 1))
         client.put("b", b"the connection is fit for use")
         assert client.get("b", ByteRange(4, 14)) == b"connection"
+
+
+class _SlowlyAborted(_FailingWriter):
+    def abort(self) -> None:
+        time.sleep(0.5)
+        super().abort()
+
+
+def test_the_answer_to_an_abort_is_not_taken_for_that_to_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = _Failing(uuid.uuid4().hex)
+    monkeypatch.setattr(store, "writer", lambda *of: _SlowlyAborted(MemoryStore.writer(store, *of)))
+    with (
+        StoreServer(store, secret=new_secret()) as server,
+        patient(server.describe()).open() as client,
+    ):
+        with client.writer("a", 10) as writer:
+            writer.write(memoryview(bytes(5)))  # that this failed is answered before the abort
+        client.put("b", b"1")
+        assert store.get("b") == b"1"
 
 
 class _Short(MemoryStore):
