@@ -374,6 +374,41 @@ def test_the_answer_to_an_abort_is_not_taken_for_that_to_the_next_call(
         assert store.get("b") == b"1"
 
 
+class _Slow(MemoryStore):
+    asked = 0
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        self.asked += 1
+        time.sleep(1.0)
+        return super().get(key, byte_range)
+
+
+def test_a_server_that_did_not_answer_in_time_is_not_asked_again() -> None:
+    store = _Slow(uuid.uuid4().hex)
+    store.put("a", b"1")
+    with StoreServer(store, secret=new_secret()) as server:
+        options = server.describe().options | {"answer_s": 0.3, "retry_s": 3.0}
+        with (
+            StoreSpec(server.url, options).open() as client,
+            pytest.raises(TransientStoreError) as caught,
+        ):
+            client.get("a")
+        assert caught.value.kind == "link-late"
+        assert store.asked == 1
+
+
+def test_a_writer_that_is_refused_keeps_no_connection() -> None:
+    with (
+        MemoryStore(uuid.uuid4().hex) as store,
+        StoreServer(store, secret=new_secret(), read_only=True) as server,
+        patient(server.describe()).open() as client,
+    ):
+        for _ in range(5):
+            with pytest.raises(RefusedError):
+                client.writer("a", 1)
+        assert server.counts().served == 1
+
+
 class _Short(MemoryStore):
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return super().get(key, byte_range)[:-1]
