@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -189,6 +190,13 @@ def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
         nodes[2].exchange(agent_at(port))
     assert asked(nodes[0]) == ["ckptd://127.0.0.1:2", "ckptd://127.0.0.1:9"]
     assert asked(nodes[1]) == ["ckptd://127.0.0.1:1", "ckptd://127.0.0.1:9"]
+    number = board.add("agents-again")  # one more is just being announced
+    nodes[1].exchange(agent_at(5))
+    asked(nodes[0])
+    third = msgspec.structs.replace(met["n2"], memory="ckptd://127.0.0.1:7")
+    board.set("agents/n2", msgspec.json.encode(third))
+    board.set(f"agents-again/{number}", b"n2")
+    assert asked(nodes[0]) == ["ckptd://127.0.0.1:5", "ckptd://127.0.0.1:7"]
     for node in nodes:
         node.close()
 
