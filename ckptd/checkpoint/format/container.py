@@ -58,8 +58,34 @@ class Chunk(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
+def encode_entries(
+    chunks: Sequence[tuple[str, DType, tuple[int, ...]]], offset: int = 0
+) -> tuple[bytes, int]:
+    """Return what a header says of chunks that follow `offset`, and the end of the last one.
+
+    Raises
+    ------
+    UsageError
+        Two chunks have one name.
+    """
+    header: dict[str, object] = {}
+    for name, dtype, shape in chunks:
+        end = offset + math.prod(shape) * dtype.itemsize
+        if name in header or name == "__metadata__":
+            raise UsageError("two chunks have one name", where=name)
+        header[name] = {
+            "dtype": dtype.stored_code,
+            "shape": dtype.stored_shape(shape),
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    return msgspec.json.encode(header)[1:-1], offset
+
+
 def build_header(
-    chunks: Sequence[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]
+    chunks: Sequence[tuple[str, DType, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    before: tuple[bytes, int] = (b"", 0),
 ) -> tuple[bytes, int]:
     """Return the header (length prefix and padding included) and the size of the data section.
 
@@ -69,33 +95,25 @@ def build_header(
         ``(name, dtype, logical shape)`` in file order: item size descending.
     metadata
         Strings for safetensors' own ``__metadata__``.
+    before
+        What `encode_entries` returned for the chunks before these, which have other names.
 
     Raises
     ------
     UsageError
         Two chunks have one name, or the header would exceed safetensors' limit.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, dtype, shape in chunks:
-        end = offset + math.prod(shape) * dtype.itemsize
-        if name in header:
-            raise UsageError("two chunks have one name", where=name)
-        header[name] = {
-            "dtype": dtype.stored_code,
-            "shape": dtype.stored_shape(shape),
-            "data_offsets": (offset, end),
-        }
-        offset = end
-    text = msgspec.json.encode(header)
+    own, data_bytes = encode_entries(chunks, before[1])
+    first = msgspec.json.encode({"__metadata__": dict(metadata)})[:-1]
+    text = b",".join(filter(None, (first, before[0], own))) + b"}"
     padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     if padded > MAX_HEADER_BYTES:
         raise UsageError(
             "too many chunks for one file",
             wanted=f"a header of at most {MAX_HEADER_BYTES} bytes",
-            found=f"{padded} bytes for {len(header) - 1} chunks",
+            found=f"{padded} bytes",
         )
-    return padded.to_bytes(8, "little") + text.ljust(padded, b" "), offset
+    return padded.to_bytes(8, "little") + text.ljust(padded, b" "), data_bytes
 
 
 _STARTS = {

@@ -320,7 +320,7 @@ def _check_per_rank(
 
     A checkpoint could hold both, and a load would have to pick.
     """
-    tensors = {n for t in plan.tensors for n in (t.name, *t.aliases)}
+    tensors = {n for t in plan.tensors for n in (t.name, *t.aliases)} if extras else set()
     for name, holders in extras:
         rank, _, declared = holders[0]
         other = next((h for h in holders if h[2] != declared), None)

@@ -13,7 +13,6 @@ leases it once more and checks that it is still the same: that alone makes it sa
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -334,9 +333,7 @@ class ChunkDedup:
         """
         lists = self._catalogue.store.capabilities.consistent_list
         # A listing that lags could hide a commit from a clean-up that looks for what refers.
-        sized = zip(plan.plan.tensors, plan.plan.filemap.dtypes, strict=True)
-        # The same on every rank.
-        large = any(math.prod(t.shape) * d.itemsize >= LEAST_BYTES for t, d in sized)
+        large = plan.plan.largest >= LEAST_BYTES  # the same on every rank
         if not (save.refer and lists and large):
             return None
         seeks = bool((plan.sizes >= LEAST_BYTES).any()) and self.switch.take()

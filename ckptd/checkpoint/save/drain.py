@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.base.digest import Digester, digest_hex
-from ckptd.checkpoint.format.container import build_header
+from ckptd.checkpoint.format.container import build_header, encode_entries
 from ckptd.checkpoint.format.manifest import FileEntry
 from ckptd.checkpoint.format.names import (
     digests_key,
@@ -48,7 +48,7 @@ from ckptd.checkpoint.save.dedup import (
 )
 from ckptd.checkpoint.save.messages import Base, Blob, RankPart, Refer, SaveRequest, Sealed
 from ckptd.checkpoint.save.structure import RankPlan
-from ckptd.errors import CkptdError, ProcessError, SaveError
+from ckptd.errors import CkptdError, ProcessError, SaveError, UsageError
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
@@ -183,22 +183,24 @@ def data_file(
     same
         The chunks of the plan that are left out.
     """
-    entries, ends = list(rank_plan.entries), [c.end for c in rank_plan.chunks]
+    sizes, before = rank_plan.sizes, rank_plan.header
     if same is not None:
         left = np.flatnonzero(~same)
-        entries = [entries[i] for i in left]
-        ends = np.cumsum(rank_plan.sizes[left]).tolist()
-    if not entries and not save.extra:
+        sizes, before = sizes[left], encode_entries([rank_plan.entries[i] for i in left])
+    ends = np.cumsum([*sizes.tolist(), *(e.nbytes for e in save.extra)], dtype=np.int64).tolist()
+    if not ends:
         return None
+    extra = []
     for e in save.extra:
         name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
-        entries.append((name, DTYPES["uint8"], (e.nbytes,)))
-        ends.append((ends[-1] if ends else 0) + e.nbytes)
+        extra.append((name, DTYPES["uint8"], (e.nbytes,)))
+    if not {e[0] for e in extra}.isdisjoint(e[0] for e in rank_plan.entries if extra):
+        raise UsageError("two chunks have one name", where=save.folder)
     metadata = {
         "format": "pt",
         "ckptd": f"step {save.step} generation {save.generation} rank {rank_plan.rank}",
     }
-    header, data_bytes = build_header(entries, metadata)
+    header, data_bytes = build_header(extra, metadata, before)
     return DataFile(header, data_bytes, tuple(ends))
 
 

@@ -26,7 +26,7 @@ from ckptd.base.grids.grid import Axis
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
 from ckptd.base.runtime.pauses import no_collection
-from ckptd.checkpoint.format.container import ChunkRef, FileMap
+from ckptd.checkpoint.format.container import ChunkRef, FileMap, encode_entries
 from ckptd.checkpoint.format.manifest import (
     INLINE_BYTES,
     GridEntry,
@@ -156,6 +156,11 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
     def witness(self) -> WitnessPlan:
         """Which values of its tensors the witness has."""
         return WitnessPlan.over(self.tensors)
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max((_nbytes(t.shape, t.dtype) for t in self.tensors), default=0)
 
     def stamped(self) -> SavePlan:
         """Return the plan with its digest."""
@@ -695,22 +700,30 @@ class RankPlan:
 
     def witness(self, data: memoryview) -> tuple[bytes, bytes]:
         """Return the slots this rank sees and their values, for a complete data section."""
-        buffer = np.frombuffer(data, dtype=np.uint8)
-        seen = self._witness
-        if not seen:
-            return b"", b""
-        values = [
-            gather(buffer[start:end], size, elements) for size, start, end, _, elements in seen
-        ]
-        slots = [where for _, _, _, where, _ in seen]
-        return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
+        buffer = np.frombuffer(data, dtype=np.uint8)[: self.data_bytes]
+        slots, placed = self._witness
+        return slots, b"".join([gather(buffer, size, at).tobytes() for size, at in placed])
 
     @cached_property
-    def _witness(self) -> list[tuple[int, int, int, Any, Any]]:
-        out = []
-        for chunk in self.chunks:
-            slots, elements = self.plan.witness.select(chunk.tensor, piece_regions(chunk.piece))
-            if len(slots):
-                itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
-                out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))
-        return out
+    def header(self) -> tuple[bytes, int]:
+        """Entries of all chunks, encoded for the header of their file; see `encode_entries`."""
+        return encode_entries(self.entries)
+
+    @cached_property
+    def _witness(self) -> tuple[bytes, list[tuple[int, NDArray[np.int64]]]]:
+        """Slots in file order; by item size, where in the data section their elements are."""
+        pieces = {id(c.piece): c.piece for c in self.chunks}
+        regions = {key: tuple(piece_regions(piece)) for key, piece in pieces.items()}
+        buffers = [(c.tensor, regions[id(c.piece)]) for c in self.chunks]
+        found = [*self.plan.witness.select_all(buffers)]
+        if not found:
+            return b"", []
+        slots, elements, which = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.argsort(which, kind="stable")
+        chunk = which[order]
+        sizes = np.array([self.plan.filemap.dtypes[c.tensor].itemsize for c in self.chunks])[chunk]
+        # Items of one size lie together, the largest first: each chunk begins at a whole one.
+        places = np.array([c.start for c in self.chunks])[chunk] // sizes + elements[order]
+        ends = np.flatnonzero(np.diff(sizes)) + 1
+        by_size = zip(sizes[[0, *ends]].tolist(), np.split(places, ends), strict=True)
+        return slots[order].astype("<u4").tobytes(), [*by_size]

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
 from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, TensorEntry
-from ckptd.checkpoint.format.witness import WitnessPlan
+from ckptd.checkpoint.format.witness import WitnessPlan, gather
 from ckptd.checkpoint.save.structure import (
     SPLIT_BYTES,
     RankGroup,
@@ -209,6 +210,26 @@ def test_the_ranks_see_every_slot_of_the_witness() -> None:
         assert len(values) == 2 * len(slots)
         seen += np.frombuffer(slots, "<u4").tolist()
     assert sorted(seen) == list(range(WitnessPlan.over(plan.tensors).total))
+
+
+def test_a_rank_reports_the_values_that_each_chunk_by_itself_has() -> None:
+    mesh = line(("dp",), 3)
+    tensors = [tensor(f"w{i}", (40, 50), mesh, ("shard", 0)) for i in range(3)]
+    for i, dtype in enumerate(["float32", "int64", "bool", "complex128", "bfloat16"] * 5):
+        tensors.append(tensor(f"t{i}", (i % 4, 600), dtype=dtype))
+    p = plan([*tensors, tensor("scalar", ())], 3)
+    for rank in range(3):
+        own = RankPlan(p, rank)
+        data = np.random.default_rng(rank).integers(0, 256, own.data_bytes + 64, np.uint8)
+        wanted: list[tuple[bytes, bytes]] = []
+        for c in own.chunks:
+            slots, elements = p.witness.select(c.tensor, piece_regions(c.piece))
+            size = p.filemap.dtypes[c.tensor].itemsize
+            taken = gather(data[c.start : c.end], size, elements)
+            wanted.append((slots.astype("<u4").tobytes(), taken.tobytes()))
+        for _ in range(2):
+            found = own.witness(data.data)
+            assert found == tuple(b"".join(column) for column in zip(*wanted, strict=True))
 
 
 def test_one_group_is_planned_as_two_of_the_same_are() -> None:
