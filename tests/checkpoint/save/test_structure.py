@@ -214,7 +214,9 @@ def test_the_ranks_see_every_slot_of_the_witness() -> None:
 
 def test_a_rank_reports_the_values_that_each_chunk_by_itself_has() -> None:
     mesh = line(("dp",), 3)
-    tensors = [tensor(f"w{i}", (40, 50), mesh, ("shard", 0)) for i in range(3)]
+    # Cuts that are alike lie apart in the file, and are looked at together.
+    shapes = [(40, 50), (44, 50)] * 3
+    tensors = [tensor(f"w{i}", s, mesh, ("shard", 0)) for i, s in enumerate(shapes)]
     for i, dtype in enumerate(["float32", "int64", "bool", "complex128", "bfloat16"] * 5):
         tensors.append(tensor(f"t{i}", (i % 4, 600), dtype=dtype))
     p = plan([*tensors, tensor("scalar", ())], 3)
