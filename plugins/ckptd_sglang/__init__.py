@@ -62,8 +62,9 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _wanted = json_decoder(Wanted)
-_followed: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Wanted, ckptd.Subscriber]]
-_followed = weakref.WeakKeyDictionary()
+_Followed = tuple[Wanted, ckptd.Subscriber, Callable[[], object]]
+"""With what ends the subscriber: now, with the model, or with the process."""
+_followed: weakref.WeakKeyDictionary[torch.nn.Module, _Followed] = weakref.WeakKeyDictionary()
 
 
 def pull(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -123,12 +124,11 @@ def _read(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Wanted:
 def _subscriber(model: torch.nn.Module, wanted: Wanted) -> ckptd.Subscriber:
     """Return what follows the publisher for a model; another place or layout makes another one."""
     about = msgspec.structs.replace(wanted, number=0, epoch="", wait_s=0.0)
-    known, found = _followed.get(model, (None, None))
-    if found is not None and known == about:
-        return found
-    if found is not None:
+    if (followed := _followed.get(model)) is not None:
+        if followed[0] == about:
+            return followed[1]
         del _followed[model]
-        found.close()
+        followed[2]()
     from sglang.srt.distributed.parallel_state import get_tp_group, get_world_group
 
     tp, world = get_tp_group(), get_world_group()
@@ -146,7 +146,7 @@ def _subscriber(model: torch.nn.Module, wanted: Wanted) -> ckptd.Subscriber:
         root_layout=wanted.root_layout,
         pass_on=wanted.pass_on,
     )
-    _followed[model] = (about, found)
+    _followed[model] = (about, found, weakref.finalize(model, found.close))
     return found
 
 

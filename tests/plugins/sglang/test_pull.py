@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -73,6 +74,24 @@ def test_a_model_has_the_version_that_is_named(
                 assert same(model, linear(step))
     assert derived == [model] * 4
     assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_the_end_of_a_model_is_that_of_its_connections(
+    tmp_path: Path, derived: list[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[ckptd.Subscriber] = []
+    close = ckptd.Subscriber.close
+    monkeypatch.setattr(ckptd.Subscriber, "close", lambda one: (closed.append(one), close(one)))
+    model = linear(0)
+    with ckptd.Publisher(LAYOUT, tmp_path / "at") as publisher:
+        assert publisher.publish(1, {"model": linear(1)}).wait(PATIENCE_S)
+        pull(model, Wanted(LAYOUT, str(tmp_path / "at"), 1, publisher.epoch).tensors())
+        subscriber = ckptd_sglang._followed[model][1]
+        assert not closed
+        derived.clear()
+        del model
+        gc.collect()
+        assert closed == [subscriber]
 
 
 def test_a_version_that_does_not_come_changes_nothing(
