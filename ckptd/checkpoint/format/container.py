@@ -108,10 +108,11 @@ def build_header(
     text = b",".join(filter(None, (first, before[0], own))) + b"}"
     padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     if padded > MAX_HEADER_BYTES:
+        count = text.count(b'"data_offsets":')  # in a name its quotes have a backslash
         raise UsageError(
             "too many chunks for one file",
             wanted=f"a header of at most {MAX_HEADER_BYTES} bytes",
-            found=f"{padded} bytes",
+            found=f"{padded} bytes for {count} chunks",
         )
     return padded.to_bytes(8, "little") + text.ljust(padded, b" "), data_bytes
 
