@@ -24,6 +24,7 @@ __all__ = ["LOADER", "Wanted", "pull", "register"]
 LOADER = "ckptd_sglang.pull"
 """The value of SGLang's ``--custom-weight-loader`` and of ``load_format``."""
 
+_MOST_BYTES = 1 << 16
 _UPDATES = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -109,10 +110,11 @@ def _answered(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def _read(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Wanted:
     names = [name for name, _ in named_tensors]
-    if names == ["ckptd"]:
+    raw = named_tensors[0][1] if names == ["ckptd"] else torch.empty(0)
+    if raw.dtype == torch.uint8 and raw.numel() <= _MOST_BYTES:
         try:
-            return _wanted.decode(bytes(named_tensors[0][1].cpu().tolist()))
-        except (msgspec.DecodeError, ValueError) as error:
+            return _wanted.decode(raw.cpu().numpy().tobytes())
+        except msgspec.DecodeError as error:
             names = [f"ckptd: {error}"]
     raise UsageError(
         "an update of SGLang by ckptd names a version, and brings no tensors",

@@ -194,7 +194,7 @@ def data_file(
     for e in save.extra:
         name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
         extra.append((name, DTYPES["uint8"], (e.nbytes,)))
-    if not {e[0] for e in extra}.isdisjoint(e[0] for e in rank_plan.entries if extra):
+    if extra and not {e[0] for e in extra}.isdisjoint(e[0] for e in rank_plan.entries):
         raise UsageError("two chunks have one name", where=save.folder)
     metadata = {
         "format": "pt",

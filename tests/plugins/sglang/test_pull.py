@@ -109,8 +109,15 @@ def test_a_version_that_does_not_come_changes_nothing(
 
 
 def test_tensors_that_name_no_version_are_refused(derived: list[torch.nn.Module]) -> None:
-    model, text = linear(0), torch.tensor([123, 300])
-    for given in ([], [("weight", torch.ones(2, 3))], [("ckptd", text)], [("ckptd", text[:1])]):
+    model, text = linear(0), torch.tensor([123, 125], dtype=torch.uint8)
+    bad = [
+        text,
+        text[:1],
+        text.float(),
+        text.long(),
+        torch.empty(1 << 40, dtype=torch.uint8, device="meta"),
+    ]
+    for given in ([], [("weight", torch.ones(2, 3))], *([("ckptd", each)] for each in bad)):
         with pytest.raises(UsageError, match="names a version"):
             pull(model, given)
     assert same(model, linear(0))

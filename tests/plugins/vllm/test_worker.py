@@ -92,7 +92,7 @@ def test_what_was_pulled_is_loaded_by_the_next_finish_though_its_own_never_came(
     engine.start_weight_update()
     with pytest.raises(DeadlineError):
         engine.receive_weights(worker.CkptdUpdateInfo(number=2, epoch="e"))
-    for _ in range(2):  # whoever leads vLLM had died, and begins again
+    for _ in range(2):  # the program that leads vLLM had died, and begins again
         engine.start_weight_update()
         engine.receive_weights(worker.CkptdUpdateInfo(number=1, epoch="e"))
         engine.finish_weight_update()
