@@ -1,7 +1,7 @@
 """SGLang takes the weights that a trainer publishes: ``--custom-weight-loader ckptd_sglang.pull``.
 
 The program that leads SGLang names a version, in place of tensors: `Wanted.tensors`. Each rank then
-pulls what it holds of it. Nothing is gathered, and no weight passes through SGLang's own processes.
+pulls what it holds of it. Nothing is gathered, and SGLang's own messages carry no weight.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 import ckptd
 from ckptd.checkpoint.torch.copy import Snapshot
 from ckptd.checkpoint.torch.saver import wait_for_copying
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
 from tests.processes import PATIENCE_S, stop, until
@@ -70,6 +70,17 @@ def test_a_server_that_is_stopped_is_waited_for_once(
             assert subscriber.update() is None
             assert time.monotonic() - begun < BUSY_S
     assert holds(subscriber, 1)
+
+
+def test_a_subscriber_that_was_closed_connects_no_more(
+    tmp_path: Path, subscriber: ckptd.Subscriber
+) -> None:
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        assert publisher.publish(1, STATE).wait(PATIENCE_S)
+        subscriber.close()
+        with pytest.raises(UsageError, match="closed"):
+            subscriber.update(30.0)
+    assert holds(subscriber, 99)
 
 
 def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(

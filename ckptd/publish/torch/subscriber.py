@@ -279,7 +279,7 @@ class Subscriber(OfOneProcess, Closing):
         self._proofs: dict[str, _Proof] = {}
         self._pulse = RankHeartbeat(self._board, "update")
         self._answer_s = min(_ANSWER_S, timeout_s / 4)
-        self._far = False
+        self._far = self._closed = False
         self.last_error: CkptdError | None = None
         """Why the last update found no publisher, or lost it; None where it did not."""
 
@@ -312,10 +312,13 @@ class Subscriber(OfOneProcess, Closing):
         Raises
         ------
         MismatchError, UsageError
-            The published model is another one, or does not fit the budget; nothing was written.
+            The published model is another one, or does not fit the budget; nothing was written. Or
+            this is closed.
         CkptdError
             `state_corrupted`: the tensors are of no version, and `version` is None.
         """
+        if self._closed:
+            raise UsageError("the subscriber is closed", kind="closed")
         end = time.monotonic() + wait_s
         self.last_error = None
         while True:
@@ -785,6 +788,7 @@ class Subscriber(OfOneProcess, Closing):
     @one_at_a_time
     def close(self) -> None:
         """End the connections. Idempotent."""
+        self._closed = True
         self._disconnect()
         if self._passing is not None:
             self._passing.close()
