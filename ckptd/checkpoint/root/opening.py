@@ -22,7 +22,7 @@ Trust: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def root_spec(
-    url: str,
+    url: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
     throttle_bytes_s: float | None = None,
     compress: int | None = None,

@@ -155,7 +155,7 @@ class Checkpointer(OfOneProcess):
     @no_collection()  # of all that torch is, which what is imported here would set off
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         *,
         every: int | Every | Auto | None = None,
         tiers: Sequence[Tier] = (),

@@ -690,7 +690,7 @@ class Loader:
         """Say in one line what a load that is not strict has left; rank 0 what all ranks left."""
         there = report.unexpected if self._agreement.board.rank == 0 else ()
         said = (
-            (report.missing, "not in the checkpoint: the live values stay"),
+            (report.missing, "not in the checkpoint, or as another kind: the live values stay"),
             (there, "in the checkpoint, but not in the state of any rank"),
         )
         left = [f"{first_few(names, 4)} {what}" for names, what in said if names]

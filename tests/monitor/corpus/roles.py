@@ -112,8 +112,8 @@ def parameter_server() -> None:
 @program()
 def answers_awaited_from_the_start() -> None:
     """Receives are begun before the long computation whose results they take."""
-    other = rank() ^ 1
-    for _ in rounds():
+    for i in rounds():
+        other = rank() ^ (1 if i % 2 else 3)
         got = torch.empty(8)
         work = dist.irecv(got, other)
         pause(0.2 + 0.1 * rank())
@@ -126,8 +126,8 @@ def answers_awaited_from_the_start() -> None:
 
 @program()
 def send_in_one_branch_receive_in_the_other() -> None:
-    other = rank() ^ 1
-    for _ in rounds():
+    for i in rounds():
+        other = rank() ^ (1 if i % 2 else 3)
         for turn in range(2):
             if rank() % 2 == turn:
                 dist.send(torch.ones(8), other)

@@ -368,7 +368,7 @@ def _error(
 ) -> MismatchError:
     lines = list(found.differences)
     if strict:
-        lines += [f"{n}: missing in the checkpoint{_near(n, saved.names())}" for n in found.missing]
+        lines += [_missing(n, leaves, saved) for n in found.missing]
         live = {*leaves.tensors, *leaves.objects, *leaves.per_rank}
         lines += [f"{n}: not in the live state{_near(n, live)}" for n in found.unexpected]
     shown = "\n    ".join(lines[:MAX_LISTED])
@@ -382,6 +382,18 @@ def _error(
         + (" and leaves an optimizer of another kind as it is; " if leaves.misfits else "; ")
         + "shapes and dtypes must agree in any case",
     )
+
+
+def _missing(name: str, leaves: Leaves, saved: SavedState) -> str:
+    if name not in (names := saved.names()):
+        return f"{name}: missing in the checkpoint{_near(name, names)}"
+    return f"{name}: wanted {_kind(name, leaves)}, found {_kind(name, saved)} in the checkpoint"
+
+
+def _kind(name: str, names: Leaves | SavedState) -> str:
+    if name in names.objects:
+        return "a value"
+    return "a value of each rank" if name in names.per_rank else "a tensor"
 
 
 def _near(name: str, names: Iterable[str]) -> str:
