@@ -10,7 +10,7 @@ import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.elastic.placement import Coordinate, NodeSlot, SlotPosition
-from ckptd.elastic.policy import Shape
+from ckptd.elastic.policy import Candidate, Shape
 from ckptd.errors import CorruptError
 
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -67,6 +67,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         Nodes that are left out for a time, and until when, in seconds since 1970.
     parked
         Whether the job was paused by order: the next controller does not start it either.
+    chosen_at
+        When the layout was chosen, as `at`, which an order of an operator renews; 0 in old records.
+    why, candidates
+        Why this layout, and all that were compared, best first: see `ckptd.elastic.policy.Choice`.
+        Empty in old records.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -82,6 +87,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     out: tuple[_Word, ...] = ()
     resting: tuple[tuple[_Word, float], ...] = ()
     parked: bool = False
+    chosen_at: float = 0.0
+    why: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def nodes(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ import msgspec
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.membership import Record
-from ckptd.elastic.policy import Shape
+from ckptd.elastic.policy import Candidate, Shape
 
 LEASE_VARIABLE = "CKPTD_LEASE"
 """Path of the file that says until when workers may step."""
@@ -729,6 +729,12 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since it last reported; null if never.
     sick
         Slots that are out of use, each with the reason: `slots` is without them.
+    domains
+        Where it is in the network, as it said; see `NodeUp`.
+    ranks
+        Those of the last generation that was begun on it.
+    out_why
+        Why it is left out; empty if it is not, or a controller before this one decided it.
     """
 
     name: str
@@ -742,6 +748,9 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     spare: bool = False
     silent_s: float | None = None
     sick: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    out_why: str = ""
 
 
 class Recovery(
@@ -842,6 +851,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         waits for them; 0 if that never was.
     daemon
         URL of the daemon that was announced last to this life; empty if none was.
+    chosen_at
+        Seconds since 1970 at which the layout was chosen; 0 before one.
+    why
+        Sentences on why this layout, the deciding one first; empty if an older controller chose it.
+    candidates
+        The layouts that were compared for it, best first.
     """
 
     number: int = 0
@@ -866,6 +881,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     relaunch: tuple[str, ...] = ()
     relaunch_generation: int = 0
     daemon: str = ""
+    chosen_at: float = 0.0
+    why: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 # --- worker to launcher ---------------------------------------------------------------------------

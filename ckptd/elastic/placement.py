@@ -127,15 +127,14 @@ def place(
     return tuple(places), tuple(s for s in sorted(slots, key=_order) if s not in used)
 
 
-def together(places: Iterable[SlotPosition]) -> str:
-    """Return in words how near the replicas of each stage are; empty where no node says where."""
+def stages_within(places: Iterable[SlotPosition]) -> int | None:
+    """Return how many stages have all replicas in one domain; None where no node says where."""
     stages: dict[int, set[Domains]] = defaultdict(set)
     for place in places:
         stages[place.at.pp].add(place.slot.domains)
     if not any(any(found) for found in stages.values()):
-        return ""
-    one = sum(len(found) == 1 for found in stages.values())
-    return f"the replicas of {one} of {len(stages)} pipeline stages are within one domain"
+        return None
+    return sum(len(found) == 1 for found in stages.values())
 
 
 class _Pool:

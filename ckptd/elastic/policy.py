@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ckptd.elastic.placement import NodeSlot, SlotPosition, place, units
+from ckptd.elastic.placement import NodeSlot, SlotPosition, place, stages_within, units
 from ckptd.errors import RefusedError, UsageError
 
 
@@ -114,6 +114,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         longest = -(-self.microbatches // shape.dp)
         return (longest + shape.pp - 1) / (shape.pp * shape.tp)
 
+    def idle_cost(self, shape: Shape) -> float:
+        """Return how long of `step_cost` a rank waits while the pipeline fills and drains."""
+        return (shape.pp - 1) / (shape.pp * shape.tp)
+
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A shape that was looked at.
@@ -124,6 +128,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         With as many replicas as fit.
     cost
         Of a step, see `JobSpec.step_cost`.
+    idle
+        Part of it for which ranks wait while the pipeline fills and drains.
+    within
+        Pipeline stages whose replicas are all in one domain; None where no node says where it is.
     moves
         Ranks that do not hold their stage's parameters already.
     refused
@@ -132,6 +140,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: Shape
     cost: float
+    idle: float = 0.0
+    within: int | None = None
     moves: int = 0
     refused: str = ""
 
@@ -161,6 +171,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     moves: int
     why: tuple[str, ...]
     candidates: tuple[Candidate, ...]
+
+
+def together(one: Candidate) -> str:
+    """Return in words how near the replicas of each stage are; empty where no node says where."""
+    if one.within is None:
+        return ""
+    return f"the replicas of {one.within} of {one.shape.pp} pipeline stages are within one domain"
 
 
 def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None) -> Choice:
@@ -230,23 +247,23 @@ def _candidates(job: JobSpec, slots: Sequence[NodeSlot], current: Shape) -> Iter
 def _judged(
     job: JobSpec, slots: Sequence[NodeSlot], shape: Shape, current: Shape, fitting: int
 ) -> Candidate:
-    cost = job.step_cost(shape)
+    cost, idle, refused = job.step_cost(shape), job.idle_cost(shape), ""
     if not fitting:
-        return Candidate(
-            shape=shape,
-            cost=cost,
-            refused=f"needs {shape.world} slots, in groups of {shape.tp} on one node",
-        )
-    if shape.world < job.least:
-        return Candidate(
-            shape=shape, cost=cost, refused=f"has fewer than the {job.least} ranks asked for"
-        )
-    if job.memory is not None and (needed := job.memory.needed(shape)) > job.memory.limit:
-        return Candidate(
-            shape=shape, cost=cost, refused=f"needs {needed:,} bytes a rank of {job.memory.limit:,}"
-        )
+        refused = f"needs {shape.world} slots, in groups of {shape.tp} on one node"
+    elif shape.world < job.least:
+        refused = f"has fewer than the {job.least} ranks asked for"
+    elif job.memory is not None and (needed := job.memory.needed(shape)) > job.memory.limit:
+        refused = f"needs {needed:,} bytes a rank of {job.memory.limit:,}"
+    if refused:
+        return Candidate(shape=shape, cost=cost, idle=idle, refused=refused)
     places, _ = _placed(slots, shape, current)
-    return Candidate(shape=shape, cost=cost, moves=sum(not p.stays for p in places))
+    return Candidate(
+        shape=shape,
+        cost=cost,
+        idle=idle,
+        within=stages_within(places),
+        moves=sum(not p.stays for p in places),
+    )
 
 
 def _placed(
@@ -282,6 +299,8 @@ def _why(
     share = f"{longest} or {longest + 1}" if rest else f"{longest}"
     yield f"each replica computes {share} of the {job.microbatches} micro-batches"
     yield f"{best.moves} of {shape.world} ranks get parameters that they do not hold"
+    if said := together(best):
+        yield said
     if parked:
         yield f"{parked} slots are parked as spares"
     for other in candidates:

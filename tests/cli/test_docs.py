@@ -25,13 +25,13 @@ VERBS = [*OWN, *installed_verbs()]
 
 INNER = {
     "agent": ("run", "status", "stop"),
-    "ctl": ("status", "restart", "exclude", "drain", "add", "pause", "resume", "stop"),
+    "ctl": ("status", "why", "restart", "exclude", "drain", "add", "pause", "resume", "stop"),
     "lay": ("check", "fmt", "show"),
     "recorder": ("build",),
 }
 """Verbs that are a family of verbs."""
 
-SHARED = {"ctl": 2}
+SHARED = {"ctl": 3}
 """Documents of a family whose verbs share some: all orders to a controller have one."""
 
 

@@ -146,9 +146,10 @@ def test_screens(name: str, columns: int) -> None:
 
 CONTROLLED = """
 from ckptd.cli.terminal import printing
-from ckptd.elastic.cli.ctl import _show
+from ckptd.elastic.cli.ctl import CtlWhyDocument, _explain, _show
 from ckptd.elastic.messages import NodeRow, Recovery, Status
-from ckptd.elastic.policy import Shape
+from ckptd.elastic.placement import NodeSlot
+from ckptd.elastic.policy import JobSpec, Shape, choose
 cause = "a worker on n2 ended with -9: rank 1: SIGKILL from another process; "
 cause += "the kernel recorded no OOM kill"
 sick = ("slot 3: the device fails: lost",)
@@ -173,6 +174,32 @@ with printing():
         address="n1:29400", log="/shared/llm-7b/log",
     ))
 """
+EXPLAINED = (
+    CONTROLLED.partition("with printing")[0]
+    + """
+at = {"n1": ("b0", "r0"), "n2": ("b0", "r0"), "n3": ("b0", "r1"), "n4": ("b0", "r1")}
+job = JobSpec(microbatches=8, planned=Shape(2, 4, 2), pp=(1, 4))
+slots = [NodeSlot(name, k, None, at[name]) for name in at for k in range(3)]
+choice = choose(job, slots, Shape(2, 4, 2))
+ranks = {name: [] for name in at}
+for rank, place in enumerate(choice.places):
+    ranks[place.slot.node].append(rank)
+rows = [
+    NodeRow(name=name, up=True, slots=3, domains=at[name], ranks=tuple(ranks[name]))
+    for name in at
+]
+rows += [
+    NodeRow(name="n6", up=True, slots=1, spare=True),
+    NodeRow(name="n7", up=False, slots=3, out_until_s=None, out_why="it failed 3 times"),
+]
+with printing():
+    _explain(CtlWhyDocument(
+        job="llm-7b", reason="", generation=3, shape=choice.shape, planned=job.planned,
+        chosen_at=1_790_000_000.0, why=choice.why, candidates=choice.candidates,
+        nodes=tuple(rows),
+    ))
+"""
+)
 
 STOPPED = Verdict(
     kind=VerdictKind.HANG,
@@ -224,6 +251,7 @@ TOLD: dict[str, tuple[list[str], Callable[[], object]]] = {
     "incidents": ([*COMMAND, "incidents", "--history", "h.sqlite"], _incident),
     "incident": ([*COMMAND, "incidents", "llm-7b-3", "--history", "h.sqlite"], _incident),
     "ctl": ([sys.executable, "-c", CONTROLLED], lambda: None),
+    "ctl-why": ([sys.executable, "-c", EXPLAINED], lambda: None),
     "ctl-error": ([*COMMAND, "ctl", "status", "--controller", "127.0.0.1:1"], lambda: None),
 }
 

@@ -31,6 +31,8 @@ def record(shape: Shape, generation: int = 1, step: int = 0, by: str = "me") -> 
         reason="test",
         at=1.5,
         by=by,
+        why=choice.why,
+        candidates=choice.candidates,
     )
 
 
@@ -39,6 +41,17 @@ def test_what_is_written_is_read(shape: Shape, generation: int) -> None:
     wrote = record(shape, generation)
     assert decode_record(encode_record(wrote), "here") == wrote
     assert b"\n" not in encode_record(wrote)
+
+
+def test_a_record_of_before_layouts_were_explained_is_read() -> None:
+    new = record(Shape(dp=2))
+    assert new.why
+    assert new.candidates
+    fields = msgspec.json.decode(encode_record(new))
+    for name in ("chosen_at", "why", "candidates"):
+        del fields[name]
+    old = decode_record(msgspec.json.encode(fields), "here")
+    assert old == msgspec.structs.replace(new, why=(), candidates=())
 
 
 def test_slots_come_back_with_their_places() -> None:

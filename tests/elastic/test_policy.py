@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.elastic.placement import Coordinate, NodeSlot, together
-from ckptd.elastic.policy import Choice, JobSpec, MemoryNeed, Shape, choose
+from ckptd.elastic.placement import Coordinate, NodeSlot
+from ckptd.elastic.policy import Choice, JobSpec, MemoryNeed, Shape, choose, together
 from ckptd.errors import RefusedError, UsageError
 
 
@@ -121,8 +121,8 @@ def test_a_stage_lies_within_a_rack_where_one_has_room() -> None:
     job = JobSpec(microbatches=8, planned=Shape(pp=3, dp=4))
     first = choose(job, cluster(15, 1, 3))
     assert all(len(found) == 1 for found in racks(first))
-    assert together(first.places) == "the replicas of 3 of 3 pipeline stages are within one domain"
-    assert together(choose(job, cluster(15, 1)).places) == ""
+    assert "the replicas of 3 of 3 pipeline stages are within one domain" in first.why
+    assert together(choose(job, cluster(15, 1)).candidates[0]) == ""
     # A spare of the same rack takes the place; without one there, one of the same block.
     lost = next(p.slot for p in first.places if p.at == (1, 2, 0))
     after = choose(job, without(settled(first), lost.node))

@@ -1,7 +1,7 @@
-"""``ckptd ctl``: prints a job's status (table of nodes, recoveries), sends orders of a person.
+"""``ckptd ctl``: prints a job's status (nodes, recoveries, layout), sends orders of a person.
 
-In it: columns and texts of ``ctl status``; how long an answer is awaited; restart, exclude, drain,
-add, pause, resume, stop.
+In it: columns and texts of ``ctl status`` and ``ctl why``; how long an answer is awaited;
+restart, exclude, drain, add, pause, resume, stop.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, pr
 from ckptd.elastic.messages import NodeRow, Order, OrderKind, Recovery, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
+from ckptd.elastic.policy import Candidate, Shape
 from ckptd.elastic.signpost import signposts
-from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError, first_few
 
 ctl = App(
     name="ctl",
@@ -43,6 +44,26 @@ class CtlStatusDocument(Document, frozen=True, kw_only=True, tag="ctl status"):
     """The document that ``ckptd ctl status --json`` prints: `ckptd.elastic.messages.Status`."""
 
     status: Status
+
+
+class CtlWhyDocument(Document, frozen=True, kw_only=True, tag="ctl why"):
+    """The document that ``ckptd ctl why --json`` prints: fields of `ckptd.elastic.messages.Status`.
+
+    Attributes
+    ----------
+    job, reason, generation, shape, planned, chosen_at, why, candidates, nodes
+        As there.
+    """
+
+    job: str
+    reason: str
+    generation: int
+    shape: Shape | None
+    planned: Shape
+    chosen_at: float
+    why: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    nodes: tuple[NodeRow, ...]
 
 
 class CtlOrderDocument(Document, frozen=True, kw_only=True, tag="ctl order"):
@@ -122,12 +143,15 @@ class How(Where):
 @ctl.command
 def status(*, where: Where | None = None, json: Json = False) -> Reply:
     """Show state, nodes and the last recoveries."""
-    link = _link(where or Where())
-    try:
-        found = link.status()
-    finally:
-        link.close()
-    return Reply(CtlStatusDocument(status=found), lambda d: _show(d.status))
+    return Reply(CtlStatusDocument(status=_status(where)), lambda d: _show(d.status))
+
+
+@ctl.command
+def why(*, where: Where | None = None, json: Json = False) -> Reply:
+    """Explain the layout: what else was possible, at what cost, and where ranks run."""
+    found = _status(where)
+    names = set(CtlWhyDocument.__struct_fields__) - {"schema"}
+    return Reply(CtlWhyDocument(**{name: getattr(found, name) for name in names}), _explain)
 
 
 @ctl.command
@@ -173,6 +197,14 @@ def stop(*, how: How | None = None) -> Reply:
 
 
 # --- the controller -------------------------------------------------------------------------------
+
+
+def _status(where: Where | None) -> Status:
+    link = _link(where or Where())
+    try:
+        return link.status()
+    finally:
+        link.close()
 
 
 def _link(where: Where) -> OperatorLink:
@@ -299,6 +331,75 @@ def _show(found: Status) -> None:
         print_text("time: " + ", ".join(parts), 2)
     for text in found.told[-_MOST_SHOWN:]:
         print_text(f"- {text}", 2)
+
+
+def _explain(found: CtlWhyDocument) -> None:
+    if found.shape is None:
+        print_text(f"job {found.job} has no layout yet: {found.reason}")
+        return
+    print(f"job {found.job}: {found.shape} on {found.shape.world} ranks; planned {found.planned}")
+    print(f"chosen {time_text(found.chosen_at)}, generation {found.generation}")
+    for text in found.why or ("chosen by an older controller, which kept no reasons",):
+        print_text(f"- {text}", 2)
+    possible = [one for one in found.candidates if not one.refused]
+    if possible:
+        print()
+        _show_costs(possible)
+    print()
+    stage = found.shape.dp * found.shape.tp
+    homes: dict[tuple[int, str], list[str]] = {}
+    for row in found.nodes:
+        for number in dict.fromkeys(rank // stage for rank in row.ranks):
+            homes.setdefault((number, "/".join(row.domains) or "-"), []).append(row.name)
+    print_rows(
+        sorted(homes.items()),
+        {
+            ">STAGE": lambda row: row[0][0],
+            "DOMAIN": lambda row: row[0][1],
+            ">NODES": lambda row: len(row[1]),
+            "NAMES": lambda row: first_few(row[1], _MOST_SHOWN),
+        },
+    )
+    if idle := [row for row in found.nodes if not row.ranks]:
+        print()
+    groups = sum(row.slots // found.shape.tp for row in idle if _is(row) == "spare")
+    for row in idle:
+        print_text(f"- {row.name}, {_is(row)}: {_idle_why(row, found, groups)}", 2)
+
+
+def _show_costs(rows: list[Candidate]) -> None:
+    chosen = rows[0].cost or 1.0
+
+    def part(seconds: float) -> str:
+        return f"{100 * seconds / chosen:.1f} %"
+
+    print("A step of each layout that was possible, in parts of a step of the chosen one:")
+    print_rows(
+        rows,
+        {
+            "LAYOUT": lambda row: row.shape,
+            ">STEP": lambda row: part(row.cost),
+            ">COMPUTING": lambda row: part(row.cost - row.idle),
+            ">IDLE": lambda row: part(row.idle),
+            ">IN ONE DOMAIN": lambda row: (
+                "-" if row.within is None else f"{row.within} of {row.shape.pp}"
+            ),
+            ">LOAD STATE": lambda row: f"{row.moves} of {row.shape.world}",
+        },
+    )
+
+
+def _idle_why(row: NodeRow, found: CtlWhyDocument, groups: int) -> str:
+    shape = found.shape or found.planned
+    if row.out_until_s != 0:
+        return row.out_why or "a controller before this one decided it"
+    if not row.up:
+        return "no heartbeat"
+    if shape == found.planned:
+        return "all planned ranks have a place"
+    if groups >= shape.pp:
+        return "it came after this layout was chosen; it is taken in once it has been there a while"
+    return f"one more replica needs {shape.pp * shape.tp} free slots, {shape.tp} on one node"
 
 
 def _is(row: NodeRow) -> str:

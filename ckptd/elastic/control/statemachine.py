@@ -54,8 +54,7 @@ from ckptd.elastic.messages import (
     Tell,
     Tick,
 )
-from ckptd.elastic.placement import together
-from ckptd.elastic.policy import Choice, JobSpec, Shape, choose
+from ckptd.elastic.policy import Choice, JobSpec, Shape, choose, together
 from ckptd.errors import RefusedError, first_few
 
 _EXCUSED_S = 2.0
@@ -975,6 +974,9 @@ class StateMachine:
             fruitless=self.ladder.in_vain(self.step),
             out=self._ordered_out(),
             resting=self._resting(now),
+            chosen_at=self._epoch + now,
+            why=choice.why,
+            candidates=choice.candidates,
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False
@@ -985,7 +987,7 @@ class StateMachine:
             self.nodes[name].running = self.generation
             self.nodes[name].idle_since = None
         self._out += [Append(record=self.record), Start(record=self.record, level=self.level)]
-        said = (choice.why[0], together(choice.places))
+        said = (choice.why[0], together(choice.candidates[0]))
         self._out += [Tell(text=line) for line in said if line]
         self._become(State.RESHARD, self.reason, now)
 

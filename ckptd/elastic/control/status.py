@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptd.elastic.control.history import RecoveryHistory
@@ -53,8 +54,10 @@ def status_of(
     """
     now, epoch = time.monotonic(), time.time()
     record = machine.record
-    members = record.nodes if record is not None else frozenset[str]()
-    known = [node for node in machine.nodes if node.life or node.name in members]
+    ranks: dict[str, list[int]] = {}
+    for rank, member in enumerate(record.members if record is not None else ()):
+        ranks.setdefault(member.node, []).append(rank)
+    known = [node for node in machine.nodes if node.life or node.name in ranks]
     return Status(
         job=setting.job,
         state=str(machine.state),
@@ -66,7 +69,9 @@ def status_of(
         shape=record.shape if record is not None else None,
         world=len(record.members) if record is not None else 0,
         planned=machine.job.planned,
-        nodes=tuple(_row(n, members, now) for n in sorted(known, key=lambda n: n.name)),
+        nodes=tuple(
+            _row(n, ranks.get(n.name, ()), now) for n in sorted(known, key=lambda n: n.name)
+        ),
         recoveries=history.recoveries,
         goodput=history.goodput(now),
         told=history.told,
@@ -77,11 +82,14 @@ def status_of(
         relaunch=relaunch[1].nodes if relaunch is not None else (),
         relaunch_generation=relaunch[0] if relaunch is not None else 0,
         daemon=daemon,
+        chosen_at=(record.chosen_at or record.at) if record is not None else 0.0,
+        why=record.why if record is not None else (),
+        candidates=record.candidates if record is not None else (),
     )
 
 
-def _row(node: Node, members: frozenset[str], now: float) -> NodeRow:
-    out = node.out_until - now
+def _row(node: Node, ranks: Sequence[int], now: float) -> NodeRow:
+    out = max(node.out_until - now, 0.0)
     return NodeRow(
         name=node.name,
         host=node.host,
@@ -89,9 +97,12 @@ def _row(node: Node, members: frozenset[str], now: float) -> NodeRow:
         slots=node.slots,
         running=node.running,
         fenced=node.fenced,
-        out_until_s=None if out == math.inf else max(out, 0.0),
+        out_until_s=None if out == math.inf else out,
         faults=len(node.faults),
-        spare=node.up and node.name not in members,
+        spare=node.up and not ranks,
         sick=node.sick,
         silent_s=None if node.seen == -math.inf else max(now - node.seen, 0.0),
+        domains=node.domains,
+        ranks=tuple(ranks),
+        out_why=node.out_why if out else "",
     )

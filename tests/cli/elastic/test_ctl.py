@@ -51,6 +51,34 @@ def test_status_and_orders(tmp_path: Path) -> None:
         assert c.wait() == 130
 
 
+def test_why_explains_the_layout_and_a_later_controller_knows_it(tmp_path: Path) -> None:
+    options = ("--nodes", "1:3", "--slots", "2", "--layout", "pp=1,dp=6", "--pp", "2")
+    options += ("--set", "gather_s=1", "--set", "patience_s=1")
+    with controlled(tmp_path, *options, "--set", "grow_s=600") as c, pretended(3, c.seat):
+        with c.operator() as operator:
+            status_when(operator, lambda s: s.state == "running" and s.world == 3)
+        assert ctl(c, "exclude", "n1", "--wait", "--reason", "a new fan").returncode == 0
+        out = ctl(c, "why")
+        assert out.returncode == 0, out.stderr
+        shown = out.stdout
+        assert "fewer replicas, 3 to 2: nothing else changes" in shown
+        assert "- n1, left out: a new fan" in shown
+        table = shown.partition("LAYOUT ")[2]
+        assert table.index("pp=1 dp=2 tp=1  100.0 %") < table.index("pp=2 dp=1 tp=1")
+        before = json.loads(ctl(c, "why", "--json").stdout)
+        assert before["verb"] == "ctl why"
+        assert [row["ranks"] for row in before["nodes"]] == [[0], [], [1]]
+        assert {one["cost"] - one["idle"] > 0 for one in before["candidates"]} == {True}
+        c.kill()
+        c.start()
+        with c.operator() as operator:
+            status_when(operator, lambda s: s.state == "running")
+        after = json.loads(ctl(c, "why", "--json").stdout)
+        kept = ("generation", "shape", "why", "candidates", "chosen_at")
+        assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+        assert [row["out_why"] for row in after["nodes"]] == [""] * 3  # the log keeps no reason
+
+
 def test_an_order_by_which_the_job_ends_is_not_carried_out(tmp_path: Path) -> None:
     sets = [f"--set={name}_s=0" for name in ("grow", "nodes", "patience")]
     with (
