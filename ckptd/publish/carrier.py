@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.checkpoint.save.arena import Slot
-from ckptd.publish.link import MappedVersion, ServerLink, VersionMemory
+from ckptd.publish.link import ServerLink, VersionMemory
 from ckptd.publish.messages import BlockRead, PublishedTensor
 
 U8 = NDArray[np.uint8]
@@ -63,7 +63,7 @@ class LinkedReader:
         """See `SlotReader`."""
         return self._link.ask(question, kind, wait_s)
 
-    def map(self, number: int) -> MappedVersion:
+    def map(self, number: int) -> VersionMemory:
         """See `SlotReader`."""
         return self._link.map(number)
 
@@ -78,6 +78,13 @@ class WeightCarrier(Protocol):
         """Allow workers to read a slot themselves, where they can: it has just been made.
 
         Its control page tells which version is in it; see `ckptd.publish.link.MappedVersion`.
+        """
+
+    def fill(self, slot: Slot, tensors: Iterable[tuple[int, Any]]) -> Callable[[], object]:
+        """Copy tensors of a version, each with its first byte, to where `expose` allows reads.
+
+        Behind what the current streams of their devices have by now. What this returns waits for
+        it: it is called by another thread, before the version is whole.
         """
 
     def withdraw(self, slot: Slot) -> None:

@@ -37,6 +37,7 @@ from ckptd.errors import (
 )
 from ckptd.publish.blocks import BLOCK_BYTES
 from ckptd.publish.deltas import apply
+from ckptd.publish.link import HostVersion
 from ckptd.publish.messages import (
     AskAbout,
     AskChanged,
@@ -345,7 +346,7 @@ def _pieces(
             at = here
 
 
-class MirroredVersion:
+class MirroredVersion(HostVersion):
     """A mirror's memory while it is of one version; see `ckptd.publish.link.MappedVersion`."""
 
     def __init__(self, mirror: Mirror, number: int, data: U8) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.grids.block import Block
 from ckptd.base.net.address import Address, UnixAddress, parse_address
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.base.net.handed import Proof
@@ -46,6 +47,8 @@ from ckptd.publish.messages import (
     ServerEntry,
     TensorPlaces,
 )
+from ckptd.reshard.live.memory import ArrayMemory, TensorMemory
+from ckptd.types import dtype_of
 
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
@@ -56,6 +59,8 @@ _RENEWALS = 4
 """In the time of a lease."""
 _RENEW_S = 5.0
 _SEALED = slice(0, 24)
+CARD_AT = 64
+"""In the control page: a carrier's card for workers that map the slot."""
 _AHEAD = 1
 _AHEAD_BYTES = 32 << 10
 """Largest question that is asked ahead: it fits the buffers of a socket whose other end sends."""
@@ -395,8 +400,21 @@ class VersionHold:
             self._lock.release()
 
 
+class NearMemory(Protocol):
+    """A published tensor where it need not go through the memory of this host."""
+
+    def copy_to(self, target: TensorMemory, block: Block) -> bool:
+        """Enqueue the copy of a part into an own tensor; False: not into one there."""
+
+
 class VersionMemory(Protocol):
-    """Memory that a version is in, to be read only."""
+    """Memory that a version is in, to be read only.
+
+    Attributes
+    ----------
+    near_intact
+        Whether what was copied of `near` so far is of the version; waits for these copies.
+    """
 
     number: int
     data: U8
@@ -405,8 +423,41 @@ class VersionMemory(Protocol):
     def intact(self) -> bool:
         """Whether the version is still there, whole."""
 
+    @property
+    def near_intact(self) -> bool:
+        """See the class."""
 
-class MappedVersion:
+    def tensor(self, place: PublishedTensor) -> ArrayMemory:
+        """Return a tensor; raises `CkptdError` where it is not inside."""
+
+    def near(self, place: PublishedTensor, spans: Iterable[tuple[int, int]]) -> NearMemory | None:
+        """Return it on a device, if it is there as well and `spans` of its bytes are proved."""
+
+
+class HostVersion:
+    """A `VersionMemory` of which nothing is near."""
+
+    data: U8
+
+    @property
+    def near_intact(self) -> bool:
+        """See `VersionMemory`."""
+        return True
+
+    def tensor(self, place: PublishedTensor) -> ArrayMemory:
+        """See `VersionMemory`."""
+        dtype = dtype_of(place.dtype)
+        end = place.start + place.numel * dtype.itemsize
+        if end > len(self.data):
+            raise CkptdError("a tensor exceeds its slot")
+        return ArrayMemory(self.data[place.start : end], dtype)
+
+    def near(self, place: PublishedTensor, spans: Iterable[tuple[int, int]]) -> NearMemory | None:
+        """See `VersionMemory`."""
+        return None
+
+
+class MappedVersion(HostVersion):
     """The slot of a version in this process's memory, to be read only.
 
     What is mapped stays as it is however the trainer and its server end, as long as the version is
@@ -434,6 +485,7 @@ class MappedVersion:
         self._map = mmap.mmap(fd, CONTROL_BYTES + max(nbytes, 1), prot=mmap.PROT_READ)
         whole = np.frombuffer(self._map, np.uint8)
         self._control = whole[_SEALED].view(np.uint64)
+        self._card = whole[CARD_AT:CONTROL_BYTES]
         self.data: U8 = whole[CONTROL_BYTES : CONTROL_BYTES + nbytes]
 
     @property
@@ -441,3 +493,9 @@ class MappedVersion:
         """Whether the version is still in the slot, whole."""
         job, _, seal = self._control.tolist()
         return bool(job == seal == self.number)
+
+    @property
+    def card(self) -> bytes:
+        """The card that the publisher's carrier has in the control page now; empty: none."""
+        length = int.from_bytes(self._card[:8].tobytes(), "little")
+        return self._card[8 : 8 + length].tobytes()

@@ -39,7 +39,14 @@ from ckptd.lay.local import local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.values import Values
 from ckptd.publish.carrier import SlotReader
-from ckptd.publish.link import Arrived, ReadRequest, ServerLink, VersionMemory, damaged
+from ckptd.publish.link import (
+    Arrived,
+    NearMemory,
+    ReadRequest,
+    ServerLink,
+    VersionMemory,
+    damaged,
+)
 from ckptd.publish.messages import (
     AskChanged,
     AskTensors,
@@ -149,6 +156,10 @@ class _Part:
         In which it is there.
     memory
         Where it is, with the block's own places; else `data` is the block, row-major.
+    near
+        The same where devices copy it by themselves.
+    mapped
+        What both are of.
     quantized
         What the values in `memory` are quantized by on their way.
     """
@@ -157,6 +168,8 @@ class _Part:
     block: PartBlock
     dtype: DType
     memory: ArrayMemory | None = None
+    near: NearMemory | None = None
+    mapped: VersionMemory | None = None
     data: U8 | None = None
     quantized: QuantizedTensor | None = None
 
@@ -473,6 +486,10 @@ class StagedPull:
             for part in self.parts:
                 _put(part, arrivals)
                 self.step()
+            lost = [m for m in self.mapped if not m.near_intact]
+            for part in self.parts if lost else ():
+                if part.mapped in lost and part.near is not None:
+                    _put(dataclasses.replace(part, near=None), arrivals)
             for stream in self.later:
                 for share in stream():
                     self._note(share)
@@ -504,6 +521,8 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
     if isinstance(target, LentMemory):
         target = target.memory
     values, of = incoming.parts[block.part]
+    if part.near is not None and part.near.copy_to(target, copy):
+        return
     if (
         isinstance(target, ArrayMemory)
         and part.quantized is None
@@ -708,7 +727,7 @@ class _Giver:
         if self._link.local:
             mapped = self._mapped(number)
             for at, quantized, piece in self._quantized_pieces():
-                memory = self._memory(mapped, at)
+                memory = mapped.tensor(self._places[self._incoming[at].segment.source])
                 for cut in cut_block(piece, max(1, _SCRATCH_BYTES // memory.dtype.itemsize)):
                     data = np.empty(cut.numel * memory.dtype.itemsize, np.uint8)
                     memory.take(cut.source_start, cut.shape, cut.source_strides, data)
@@ -856,23 +875,29 @@ class _Giver:
             raise CkptdError("a version is incomplete", kind="no-version", where=f"{number}")
         return self._mapping
 
-    def _memory(self, mapped: VersionMemory, at: int) -> ArrayMemory:
-        """Return the tensor in a slot that something comes from."""
-        incoming = self._incoming[at]
-        place, dtype = self._places[incoming.segment.source], self._dtype(incoming)
-        end = place.start + place.numel * dtype.itemsize
-        if end > len(mapped.data):
-            raise CkptdError("a tensor exceeds its slot")
-        return ArrayMemory(mapped.data[place.start : end], dtype)
-
     def _map(self, number: int, share: _Share) -> None:
         mapped = self._mapped(number)
         share.mapped.append(mapped)
         for at, (incoming, pieces) in enumerate(zip(self._incoming, self._pieces, strict=True)):
-            memory, quantized = self._memory(mapped, at), self._quantized[at]
+            place, quantized = self._places[incoming.segment.source], self._quantized[at]
+            memory = mapped.tensor(place)
+            size = memory.dtype.itemsize
+            # As they are: what is cast, quantized or combined is made by this host.
+            plain = [(at, p.part) in self._alike and not self._casts[at, p.part] for p in pieces]
+            reads = [p.block.source_span for p, x in zip(pieces, plain, strict=True) if x]
+            spans = [(first * size, end * size) for first, end in reads]
+            near = mapped.near(place, spans) if spans else None
             parts = [
-                _Part(incoming, piece, memory.dtype, memory=memory, quantized=quantized)
-                for piece in pieces
+                _Part(
+                    incoming,
+                    piece,
+                    memory.dtype,
+                    memory=memory,
+                    near=near if as_is else None,
+                    mapped=mapped,
+                    quantized=quantized,
+                )
+                for piece, as_is in zip(pieces, plain, strict=True)
             ]
             for part in parts:
                 _try(part)

@@ -15,7 +15,7 @@ ranks of the default group that publish::
 
 The tests start real ranks, in which ``torch.distributed`` is initialised with gloo. Where these
 need something else, devices for instance, what `play` returns starts them
-(`ckptd.testing.ranks.rank_outcomes`).
+(`ckptd.testing.ranks.rank_outcomes`), and `device` is where weights are.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ Make = Callable[[Sequence[int]], WeightCarrier]
 _LAYOUT = """
 mesh A = t:2
 mesh B = t:1
-space s { w{i}[n m] v[n m] }
+space s { w{i}[n m] u{i}[n m] v[n m] }
 layout rows of s on A {
   w.{i} = w{i}[n@t m]
+  u.{i} = u{i}[n@t m]
   v = v[n@t m]
 }
 layout turned of s on B {
   w.{i} = w{i}[m n] cast(bf16)
+  u.{i} = u{i}[m n]
   v = v[n m] q(float8_e4m3fn, [64 100], scale={name}_scale)
 }
 """
@@ -58,12 +60,20 @@ class CarrierContract:
     """See the module."""
 
     make: ClassVar[staticmethod[[Sequence[int]], WeightCarrier]]
+    device: ClassVar[str] = "cpu"
     play: ClassVar[staticmethod[[], Play] | None] = None
 
     def _outcomes(self, ranks: int, function: Callable[..., Any], at: Path) -> list[Any]:
         play = None if self.play is None else self.play()
         return rank_outcomes(
-            ranks, function, self.make, str(at / "at"), deadline_s=200.0, grace_s=90.0, play=play
+            ranks,
+            function,
+            self.make,
+            str(at / "at"),
+            self.device,
+            deadline_s=200.0,
+            grace_s=90.0,
+            play=play,
         )
 
     @pytest.mark.timeout(300)
@@ -95,13 +105,19 @@ def _weights(step: int, rank: int | None) -> dict[str, Any]:
         for i in range(1, _COUNT + 1)
     ]
     parts = whole if rank is None else [w.chunk(2)[rank].contiguous() for w in whole]
-    return {f"w.{i}": w for i, w in enumerate(parts)} | {"v": parts[0].clone()}
+    more = {f"u.{i}": w * 3 for i, w in enumerate(parts)}
+    return {f"w.{i}": w for i, w in enumerate(parts)} | more | {"v": parts[0].clone()}
+
+
+def _held(step: int, rank: int, device: str) -> dict[str, Any]:
+    return {name: tensor.to(device) for name, tensor in _weights(step, rank).items()}
 
 
 def _holds(into: dict[str, Any], step: int) -> bool:
     import torch
 
     wanted = _weights(step, None)
+    into = {name: tensor.cpu() for name, tensor in into.items()}
     whole = wanted.pop("v")
     for at in range(0, _ROWS, 64):  # a block lies on both ranks of the publisher
         blocks = whole[at : at + 64].view(-1, _COLUMNS // 100, 100)
@@ -110,19 +126,21 @@ def _holds(into: dict[str, Any], step: int) -> bool:
         same = torch.equal(into["v"][at : at + 64].view(torch.uint8), values.view(torch.uint8))
         if not same or not torch.equal(into["v_scale"][at // 64], scales):
             return False
-    return all(torch.equal(into[n], w.t().bfloat16()) for n, w in wanted.items())
+    plain = {n: w.t().bfloat16() if n.startswith("w") else w.t() for n, w in wanted.items()}
+    return all(torch.equal(into[n], w) for n, w in plain.items())
 
 
-def _empty() -> dict[str, Any]:
+def _empty(device: str) -> dict[str, Any]:
     import torch
 
     into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+    into |= {f"u.{i}": torch.zeros(_COLUMNS, _ROWS) for i in range(_COUNT)}
     into["v"] = torch.zeros(_ROWS, _COLUMNS, dtype=torch.float8_e4m3fn)
     into["v_scale"] = torch.zeros(-(-_ROWS // 64), _COLUMNS // 100)
-    return into
+    return {name: tensor.to(device) for name, tensor in into.items()}
 
 
-def _versions(make: Make, at: str) -> list[bool]:
+def _versions(make: Make, at: str, device: str) -> list[bool]:
     import torch.distributed as dist
 
     import ckptd
@@ -136,17 +154,18 @@ def _versions(make: Make, at: str) -> list[bool]:
             f"# layout rows\n{_LAYOUT}", at, process_group=trainers, carrier=carrier
         ) as publisher:
             for step in (1, 2):
-                publisher.publish(step, {"m": _weights(step, rank)}).wait(_PATIENCE_S)
+                publisher.publish(step, {"m": _held(step, rank, device)}).wait(_PATIENCE_S)
                 dist.barrier()
                 dist.barrier()
     else:
-        into = _empty()
+        into = _empty(device)
         layout = f"# layout turned\n{_LAYOUT}"
         with ckptd.Subscriber(layout, {"m": into}, at, carrier=carrier) as subscriber:
             for step in (1, 2):
                 dist.barrier()
                 report = subscriber.update(_PATIENCE_S)
-                good = report is not None and report.bytes_received == report.bytes_needed
+                came = 0 if report is None else report.bytes_received + report.bytes_mapped
+                good = report is not None and came == report.bytes_needed
                 found.append(good and _holds(into, step))
                 dist.barrier()
     carrier.close()
@@ -154,18 +173,19 @@ def _versions(make: Make, at: str) -> list[bool]:
 
 
 class _Fatal:
-    """A reader that is killed with its process once it has read something."""
-
-    local = False
+    """A reader that is killed with its process once it has read or mapped something."""
 
     def __init__(self, reader: SlotReader) -> None:
         self._reader = reader
+        self.local = reader.local
 
     def ask(self, *question: Any) -> Any:
         return self._reader.ask(*question)
 
     def map(self, number: int) -> Any:
-        return self._reader.map(number)
+        mapped = self._reader.map(number)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return mapped
 
     def reads(self, number: int, requests: Any) -> Iterator[Any]:
         for data in self._reader.reads(number, requests):
@@ -183,7 +203,7 @@ class _FatalCarrier:
         return _Fatal(self._carrier.reader(giver, link))
 
 
-def _killed_worker(make: Make, at: str) -> list[bool]:
+def _killed_worker(make: Make, at: str, device: str) -> list[bool]:
     import torch.distributed as dist
 
     import ckptd
@@ -198,12 +218,12 @@ def _killed_worker(make: Make, at: str) -> list[bool]:
             f"# layout rows\n{_LAYOUT}", at, process_group=trainers, carrier=carrier
         ) as publisher:
             for step in (1, 2):
-                publication = publisher.publish(step, {"m": _weights(step, rank)})
+                publication = publisher.publish(step, {"m": _held(step, rank, device)})
                 found.append(publication.wait(_PATIENCE_S))
                 store.set(f"published {step} {rank}", "")
                 store.wait([f"had {step}"])
         return found
-    into = _empty()
+    into = _empty(device)
     used: Any = _FatalCarrier(carrier) if rank == 2 else carrier
     with ckptd.Subscriber(f"# layout turned\n{_LAYOUT}", {"m": into}, at, carrier=used) as to:
         for step in (1, 2):
@@ -229,7 +249,7 @@ def _gone_with(pid: int) -> None:
             time.sleep(0.05)
 
 
-def _killed(make: Make, at: str) -> list[bool]:
+def _killed(make: Make, at: str, device: str) -> list[bool]:
     import torch.distributed as dist
 
     import ckptd
@@ -241,16 +261,16 @@ def _killed(make: Make, at: str) -> list[bool]:
         publisher = ckptd.Publisher(
             f"# layout rows\n{_LAYOUT}", at, process_group=trainers, carrier=carrier
         )
-        publisher.publish(1, {"m": _weights(1, rank)}).wait(_PATIENCE_S)
+        publisher.publish(1, {"m": _held(1, rank, device)}).wait(_PATIENCE_S)
         dist.barrier()
         dist.barrier()
-        publisher.publish(2, {"m": _weights(2, rank)}).wait(_PATIENCE_S)
+        publisher.publish(2, {"m": _held(2, rank, device)}).wait(_PATIENCE_S)
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3.0)
         os._exit(0)
-    into = _empty()
+    into = _empty(device)
     layout = f"# layout turned\n{_LAYOUT}"
     with ckptd.Subscriber(layout, {"m": into}, at, carrier=carrier) as subscriber:
         dist.barrier()
@@ -258,5 +278,6 @@ def _killed(make: Make, at: str) -> list[bool]:
         dist.barrier()
         dist.barrier()
         time.sleep(1.0)
-        second = subscriber.update() is None and _holds(into, 1)
+        # Its server may still have all of it: then that version is there, whole.
+        second = _holds(into, 1 if subscriber.update() is None else 2)
     return [first, second]

@@ -16,7 +16,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -223,6 +223,10 @@ class OneSidedCarrier:
         data = np.frombuffer(slot.data, np.uint8)
         start = int(data.__array_interface__["data"][0]) - CONTROL_BYTES
         self._slots[id(slot)] = self._table.register(start, CONTROL_BYTES + slot.nbytes)
+
+    def fill(self, slot: Slot, tensors: Iterable[tuple[int, Any]]) -> Callable[[], object]:
+        """Do nothing: what is read is the slot."""
+        return lambda: None
 
     def withdraw(self, slot: Slot) -> None:
         """See `ckptd.publish.carrier.WeightCarrier`."""

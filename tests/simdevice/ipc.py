@@ -1,32 +1,22 @@
-"""Blocks of a simulated device that other processes open, as CUDA IPC has it; a carrier on them.
+"""Blocks of a simulated device that other processes open, as CUDA IPC has it.
 
-`IpcCarrier` is a stand-in, and a pattern for a carrier of published weights between processes that
-share devices: a rank of the publisher has a block for each worker and hands out its handle; what a
-worker asks for is copied into that block, and the worker copies it out of there. Requests go over
-the process group. What this cannot show: a driver, peer access, and rates.
+`SimSharing` has `ckptd.publish.torch.devices.DeviceCarrier` share them. What this cannot show: a
+driver, peer access, and rates.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ckptd.base.runtime.memory import anonymous_file
-from ckptd.errors import TransientStoreError
-from ckptd.publish.messages import MOST_READ_BYTES
-from ckptd.publish.torch.carrier import GroupCarrier
 from tests.simdevice.loading import installed
-from tests.simdevice.tensors import DeviceMemory, SimTensor
+from tests.simdevice.tensors import DeviceMemory, SimTensor, index_of
 
-__all__ = ["IpcBlock", "IpcCarrier", "IpcHandle"]
-
-U8 = NDArray[np.uint8]
+__all__ = ["IpcBlock", "IpcHandle", "SimSharing"]
 
 
 class IpcHandle(NamedTuple):
@@ -86,69 +76,25 @@ class IpcBlock:
             os.close(fd)
 
 
-class IpcCarrier(GroupCarrier):
-    """See `ckptd.publish.carrier.WeightCarrier`, and the module; all ranks have the same devices.
+class SimSharing:
+    """See `ckptd.publish.torch.devices.BlockSharing`."""
 
-    Parameters
-    ----------
-    process_group, publishers, timeout_s
-        As of `ckptd.publish.torch.carrier.GroupCarrier`.
-    device
-        Where the blocks are.
-    """
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], IpcBlock] = {}
 
-    def __init__(
-        self,
-        process_group: Any,
-        publishers: Sequence[int],
-        timeout_s: float = 60.0,
-        *,
-        device: int = 0,
-    ) -> None:
-        import torch.distributed as dist
+    def make(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, list[Any]]:
+        """Return a new block of a device, and its handle."""
+        block = IpcBlock.of_size(nbytes, index_of(device))
+        self.made[block.handle] = block
+        return block.tensor, [index_of(device), *block.handle]
 
-        super().__init__(process_group, publishers, timeout_s)
-        self._device = device
-        self._module: Any = torch.get_device_module(installed().name)
-        self._stream = self._module.Stream(device)
-        rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        workers = [peer for peer in range(world) if peer not in publishers]
-        peers = workers if rank in publishers else []
-        self._blocks = {peer: IpcBlock.of_size(MOST_READ_BYTES, device) for peer in peers}
-        mine = {peer: tuple(block.handle) for peer, block in self._blocks.items()}
-        every: list[Any] = [None] * world
-        dist.all_gather_object(every, mine, group=process_group)
-        self._handles = {
-            peer: IpcHandle(*every[peer][rank]) for peer in publishers if rank in every[peer]
-        }
+    def open(self, handle: list[Any]) -> torch.Tensor:
+        """Return the block of another process, or raise `OSError`."""
+        device, *rest = handle
+        block = IpcBlock.opened(IpcHandle(*rest), device)
+        block.close()  # it is mapped
+        return block.tensor
 
-    def _give(self, peer: int, head: U8, data: U8) -> None:
-        """See `ckptd.publish.torch.carrier.GroupCarrier`: the block is there before its head."""
-        # The worker has asked again, and so it has what was in the block.
-        with self._module.stream(self._stream):
-            self._blocks[peer].tensor[: len(data)].copy_(torch.from_numpy(data.copy()))
-        self._stream.synchronize()
-        self._send(peer, head)
-
-    def _take(self, peer: int, into: U8) -> None:
-        """See `ckptd.publish.torch.carrier.GroupCarrier`."""
-        block = self._blocks.get(peer)
-        if block is None:
-            try:
-                block = self._blocks[peer] = IpcBlock.opened(self._handles[peer], self._device)
-            except OSError as error:
-                raise TransientStoreError(
-                    "the memory of a rank of the publisher cannot be opened",
-                    kind="link-lost",
-                    where=f"rank {peer}",
-                    found=str(error),
-                ) from error
-        with self._module.stream(self._stream):
-            host = block.tensor[: len(into)].cpu()
-        into[:] = host.numpy()
-
-    def close(self) -> None:
-        """See `ckptd.publish.carrier.WeightCarrier`."""
-        super().close()
-        for block in self._blocks.values():
-            block.close()
+    def end(self, handle: list[Any]) -> None:
+        """Let nobody open it any more."""
+        self.made.pop(tuple(handle[1:])).close()

@@ -437,10 +437,9 @@ def _to_copy(
 
 def _foreach_copy(
     to: Sequence[torch.Tensor], of: Sequence[torch.Tensor], non_blocking: bool = False
-) -> Sequence[torch.Tensor]:
+) -> None:
     for a, b in zip(to, of, strict=True):
         _copy(a, b, non_blocking)
-    return to
 
 
 def _record_stream(tensor: SimTensor, stream: Any) -> None:

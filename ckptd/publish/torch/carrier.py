@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -103,6 +103,10 @@ class GroupCarrier:
 
     def expose(self, slot: Slot) -> None:
         """Do nothing: what workers ask for is read for them."""
+
+    def fill(self, slot: Slot, tensors: Iterable[tuple[int, Any]]) -> Callable[[], object]:
+        """Do nothing."""
+        return lambda: None
 
     def withdraw(self, slot: Slot) -> None:
         """Do nothing."""

@@ -539,6 +539,11 @@ class Publisher(OfOneProcess, Closing):
     ) -> None:
         slot = self._slot(choice, shape.nbytes)
         slot.begin(choice.number)
+        carried = None
+        if self._carrier is not None:
+            # First: what waits for the copies of the snapshot then waits for these as well.
+            tensors = [(x.start, leaves.tensors[x.name].local) for x in shape.steps]
+            carried = self._carrier.fill(slot, tensors)
         snapshot = Snapshot(
             self._sources_of(leaves, shape),
             slot,
@@ -555,6 +560,8 @@ class Publisher(OfOneProcess, Closing):
         def finish() -> None:
             try:
                 snapshot.copy_rest()
+                if carried is not None:
+                    carried()
                 with self._reading:
                     if self._left:
                         raise SaveError("the publisher was left while it copied", kind="aborted")

@@ -17,6 +17,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import nn
 
+from ckptd.base.grids.block import Block
 from ckptd.base.torch.overlaps import overlapping
 from ckptd.base.torch.ranks import Agreement, board_of
 from ckptd.base.torch.tensors import as_bytes, dtype_name
@@ -90,6 +91,14 @@ class TorchMemory:
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
         """See `ckptd.reshard.live.memory.TensorMemory`."""
         self._part(start, shape, strides).copy_(self._host(data).view(shape))
+
+    def copy_to(self, target: TensorMemory, block: Block) -> bool:
+        """Enqueue the copy of a part into memory of the same type; False: not into this one."""
+        if not isinstance(target, TorchMemory):
+            return False
+        to = target._part(block.target_start, block.shape, block.target_strides)
+        to.copy_(self._part(block.source_start, block.shape, block.source_strides))
+        return True
 
     def put_at(self, at: I64, data: U8) -> None:
         """See `ckptd.reshard.live.memory.TensorMemory`."""
