@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
@@ -1058,6 +1058,164 @@ def host_ms_busy(act: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
+# --- weights for others -------------------------------------------------------------------------
+
+
+def publish(run: Run) -> None:
+    """Two processes of one device: weights by its own memory, out of the host's, over a socket."""
+    from ckptd.testing.ranks import run_ranks
+    from tests.simdevice import run_simulated_ranks
+
+    play: Any = run_simulated_ranks if run.simulated else run_ranks
+    named = importlib.import_module("gpu_checks")
+    nbytes = run.size(2.1)
+    arguments = (named.published, str(run.folder), nbytes, run.simulated)
+    trainer, worker = play(2, *arguments, deadline_s=0.9 * run.limit_s)
+    run.report(state_gb=nbytes / GB, **trainer)
+    run.report(**worker)
+    if worker["near_share"] != 1.0 and not run.simulated:
+        raise RuntimeError("some weights went through the host: the log says why")
+
+
+def values_of(step: int, count: int) -> Any:
+    """Return elements on the device that differ everywhere from those of other steps."""
+    import torch
+
+    return (torch.arange(count, device=DEVICE) * 31 + step * 7).to(torch.int16)
+
+
+def published(folder: str, nbytes: int, simulated: bool) -> dict[str, Any]:
+    """Be the trainer, or the worker."""
+    import torch
+    import torch.distributed as dist
+
+    import ckptd
+    from ckptd.publish.torch.devices import DeviceCarrier
+    from ckptd.reshard.torch.relayout import TorchMemory
+    from tests.simdevice.ipc import SimSharing
+
+    layout = "mesh O = x:1\nspace s { w{i}[n] }\nlayout one of s on O { w.{i} = w{i}[n] }\n"
+    at, count, steps = f"{folder}/at", nbytes // 16, 3 if simulated else 6
+    rank = dist.get_rank()
+    alone = [dist.new_group([one]) for one in range(2)]
+    carrier = DeviceCarrier(None, SimSharing() if simulated else None)
+
+    def tensors() -> dict[str, Any]:
+        return {f"w.{i}": torch.zeros(count, dtype=torch.bfloat16, device=DEVICE) for i in range(8)}
+
+    if rank == 0:
+        state, calls = tensors(), []
+        with ckptd.Publisher(layout, at, process_group=alone[0], carrier=carrier) as publisher:
+            for step in range(1, steps + 1):
+                for tensor in state.values():
+                    tensor.view(torch.int16).copy_(values_of(step, count))
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                publication = publisher.publish(step, {"m": state})
+                calls.append(1e3 * (time.perf_counter() - began))
+                publication.wait(60.0)
+                dist.barrier()
+                dist.barrier()
+        return {"first_publish_ms": calls[0], "publish_ms": statistics.median(calls[1:])}
+    near = 0
+    copied = TorchMemory.copy_to
+
+    def counted(self: TorchMemory, target: Any, block: Any) -> bool:
+        nonlocal near
+        near += 2 * block.numel
+        return copied(self, target, block)
+
+    ways = {"ipc": (carrier, False), "slot": (None, False), "socket": (None, True)}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    TorchMemory.copy_to = counted  # type: ignore[method-assign]
+    try:
+        with ExitStack() as stack:
+            made = {}
+            for name, (own, far) in ways.items():
+                into = tensors()
+                one = ckptd.Subscriber(layout, {"m": into}, at, carrier=own)
+                one._far = far  # as if the trainer were on another host
+                made[name] = stack.enter_context(one), into
+            for step in range(1, steps + 1):
+                dist.barrier()
+                for name, (one, into) in made.items():
+                    report = one.update(wait_s=30.0)
+                    wanted = values_of(step, count)
+                    wrong = [n for n, t in into.items() if not t.view(torch.int16).equal(wanted)]
+                    if wrong or report is None:
+                        raise RuntimeError(f"{name}, version {step}: wrong are {wrong}")
+                    seconds[name].append(report.seconds)
+                dist.barrier()
+            plain = rate(*(x["w.0"].view(torch.uint8) for _, x in list(made.values())[:2]))
+    finally:
+        TorchMemory.copy_to = copied  # type: ignore[method-assign]
+    figures = {f"{n}_gb_s": nbytes / statistics.median(x[1:]) / GB for n, x in seconds.items()}
+    figures |= {f"{name}_first_s": found[0] for name, found in seconds.items()}
+    return {"plain_copy_gb_s": plain, "near_share": near / (steps * nbytes), **figures}
+
+
+def changes(run: Run) -> None:
+    """Find what changed on the device, beside bringing all of it to the host and comparing."""
+    import numpy as np
+    import torch
+
+    from ckptd.base.digest import digest
+    from ckptd.base.runtime import copier
+    from ckptd.publish.blocks import BLOCK_BYTES
+    from ckptd.publish.deltas import changed
+
+    count = run.size(1.07) // 2
+    old = values_of(1, count)
+    was = old.cpu()
+    pinned = torch.zeros(count, dtype=torch.int16, pin_memory=True)
+    # In pieces: the places of a whole large tensor would take eight bytes an element.
+    piece = min(count, 1 << 26)
+    run.report(state_gb=2 * count / GB, native=copier.copies_natively())
+    for percent in (0.1, 1.0, 4.5, 30.0):
+        new = old.clone()
+        every = round(100 / percent)
+        new[::every] ^= 1
+        at: list[float] = []
+        both: list[Any] = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            both.clear()
+            for first in range(0, count, piece):
+                one = slice(first, first + piece)
+                places = (new[one] != old[one]).nonzero().squeeze(1)
+                both.append((first, places.to(torch.int32).cpu(), new[one][places].cpu()))
+            at.append(time.perf_counter() - began)
+        whole = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            pinned.copy_(new, non_blocking=True)
+            torch.cuda.synchronize()
+            whole.append(time.perf_counter() - began)
+        made = was.clone()
+        for first, places, values in both:
+            made[first + places.long()] = values
+        a, b = (x.numpy().view(np.uint8) for x in (was, pinned))
+        most = min(len(b), 256 << 20)
+        began = time.process_time()
+        for start in range(0, most, BLOCK_BYTES):
+            block = b[start : start + BLOCK_BYTES]
+            changed(a[start : start + BLOCK_BYTES], block, 2)
+        compared = time.process_time() - began
+        crossed = sum(p.nbytes + v.nbytes for _, p, v in both)
+        figures = {
+            "on_device_s": min(at),
+            "crossed_share": crossed / (2 * count),
+            "whole_to_host_s": min(whole),
+            "host_cpu_s": compared * len(b) / most,
+            "bytes_are_right": digest(made.numpy().data) == digest(pinned.numpy().data),
+        }
+        run.report(**{f"changed_{percent}_percent": figures})
+        if not figures["bytes_are_right"]:
+            raise RuntimeError(f"{percent} % changed: the delta does not make the new bytes")
+
+
 # --- what goes wrong ----------------------------------------------------------------------------
 
 
@@ -1228,19 +1386,21 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "abort-watchdog": abort_watchdog,
     "session": session,
     "recorder": recorder,
+    "changes": changes,
     "zygote": zygote,
     "graphs": graphs,
     "assert": device_assert,
     "memory": memory,
     "kill": kill,
     "replicas": replicas,
+    "publish": publish,
     "dcp": dcp,
     "again": again,
     "csan": csan,
 }
 ROLES = CHECKS | {"saver": saver, "forking": forking}
 """`saver` and `forking` are started by checks."""
-ON_THE_HOST = frozenset({"session", "zygote", "forking", "replicas"})
+ON_THE_HOST = frozenset({"session", "zygote", "forking", "replicas", "publish"})
 """These start the processes that have devices, or have none when simulated."""
 
 

@@ -80,16 +80,18 @@ CHECKS: dict[str, Check] = {
     "abort-torch": Check(2, 25, "the same by torch's _abort_process_group", "NCCL"),
     "abort-watchdog": Check(2, 30, "as a session, PyTorch's watchdog left on", "NCCL"),
     "session": Check(2, 140, "a rank killed, five times: seconds, locked and free memory"),
-    "recorder": Check(2, 120, "us of the host a call, by Python and natively"),
+    "recorder": Check(2, 100, "us of the host a call, by Python and natively"),
+    "changes": Check(2, 35, "find what changed on the device, beside all of it on the host"),
     "zygote": Check(3, 40, "is a process that has imported torch safe to fork; first kernel"),
     "graphs": Check(3, 45, "captures while a save is copied, in each mode; replays that ask"),
     "assert": Check(3, 40, "an assert in a kernel: what a save under way says"),
     "memory": Check(3, 40, "no memory for clones, and none to lock: right bytes all the same"),
     "kill": Check(3, 50, "SIGKILL in mid-copy: the last checkpoint loads, memory comes back"),
     "replicas": Check(3, 70, "two ranks of one device: cost of samples, waits in the first save"),
-    "dcp": Check(3, 140, "DCP's async_save with page-locked staging, as `save`", "DCP's stager"),
-    "again": Check(3, 80, "what lazy copies promise, a second time"),
-    "csan": Check(3, 80, "the same under TORCH_CUDA_SANITIZER", "CSAN's hooks in the driver"),
+    "publish": Check(3, 70, "weights by IPC, out of a slot, over a socket: GB/s; all bytes right"),
+    "dcp": Check(3, 110, "DCP's async_save with page-locked staging, as `save`", "DCP's stager"),
+    "again": Check(3, 70, "what lazy copies promise, a second time"),
+    "csan": Check(3, 50, "the same under TORCH_CUDA_SANITIZER", "CSAN's hooks in the driver"),
 }
 """The most valuable first; limits of each call sum up to `CALL_S` at most."""
 

@@ -192,7 +192,7 @@ def called(folder: str, names: list[str]) -> dict[str, list[Any]]:
     return out
 
 
-HERE = ["probe", "race", "save", "restore", "memory"]
+HERE = ["probe", "race", "save", "restore", "changes", "memory"]
 """Those whose figures are looked at; `test_all_calls_run` has all, as a session runs them."""
 
 
@@ -209,6 +209,8 @@ class TestOnASimulatedDevice:
         assert figures["save"]["bytes_are_right"]
         assert figures["restore"]["memory_from"] == ["memory"]
         assert figures["restore"]["files_wrong"] == 0
+        found_changes = [v for k, v in figures["changes"].items() if k.startswith("changed_")]
+        assert [f["bytes_are_right"] for f in found_changes] == [True] * 4
         assert figures["memory"]["clones"]["right"]
         assert figures["memory"]["locks"]["locked"] == 0
 
