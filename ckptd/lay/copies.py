@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ckptd.base.grids.block import Block, Fill, Region, Templates
 from ckptd.base.grids.grid import Grid
+from ckptd.base.grouping import by_key
 from ckptd.errors import MismatchError
 from ckptd.lay.agree import agreed
 from ckptd.lay.boxes import Run
@@ -472,9 +473,7 @@ def _by_family(
 
 def _ordered(copies: list[tuple[TensorKey, SourceCopies]]) -> tuple[SourceCopies, ...]:
     """Bring copies in the order of the source, together for each of its tensors."""
-    found: dict[tuple[TensorKey, Values | None], list[SourceCopies]] = {}
-    for key, copy in copies:
-        found.setdefault((key, copy.values), []).append(copy)
+    found = by_key(((key, copy.values), copy) for key, copy in copies)
     ordered = sorted(found.items(), key=lambda item: item[0][0])
     return tuple(c[0] if len(c) == 1 else _together(c) for _, c in ordered)
 

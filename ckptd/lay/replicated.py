@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from ckptd.base.grids.block import Templates
+from ckptd.base.grouping import by_key
 from ckptd.lay.flats import cell_cuts, shares
 from ckptd.lay.holders import holders_of
 from ckptd.lay.places import free_ranges
@@ -116,10 +117,7 @@ class ReplicatedParts:
 
     @cached_property
     def _copies(self) -> dict[int, list[RuleForm]]:
-        out: dict[int, list[RuleForm]] = {}
-        for copy, original in self.originals.items():
-            out.setdefault(original, []).append(self.form.rules[copy])
-        return out
+        return by_key((of, self.form.rules[copy]) for copy, of in self.originals.items())
 
     def boxes(self, rule: RuleForm, who: Who) -> dict[int, Box]:
         """Return where the cells that a rank holds lie in its tensor as it is without flats."""

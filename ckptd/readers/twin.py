@@ -27,6 +27,7 @@ import numpy as np
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.format.container import FileMap, build_header
 from ckptd.checkpoint.format.manifest import (
     FOREIGN,
@@ -118,9 +119,7 @@ class _Tensor:
     @cached_property
     def grid(self) -> Grid:
         """The grid whose pieces the parts are; `MismatchError` where they are none."""
-        boxes: dict[tuple[int, ...], list[ForeignPiece]] = {}
-        for piece in self.pieces.values():
-            boxes.setdefault(piece.box.offset, []).append(piece)
+        boxes = by_key((piece.box.offset, piece) for piece in self.pieces.values())
         if not boxes:
             raise self._bad("no file holds a tensor", "nothing")
         if 0 in self.shape:

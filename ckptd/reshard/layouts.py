@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.format.words import TITLE
 from ckptd.errors import MismatchError, NotFoundError, UsageError
@@ -781,9 +782,7 @@ def _following(
 
 def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:
     """Yield a name pattern for each group of alike tensors."""
-    groups: dict[tuple[str, Shape], list[str]] = {}
-    for name, shape in params.items():
-        groups.setdefault((_NUMBER.sub("0", name), shape), []).append(name)
+    groups = by_key(((_NUMBER.sub("0", name), shape), name) for name, shape in params.items())
     kinds: dict[str, int] = {}
     for pattern, _ in groups:
         kinds[pattern] = kinds.get(pattern, 0) + 1

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.runs import count
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import UNORDERED
 from ckptd.checkpoint.format.words import hint_text
@@ -390,9 +391,7 @@ def _lossy(composed: Composed, links: Sequence[TensorLink]) -> RefusedError:
 
 def rules_of(composed: Composed) -> list[RuleReport]:
     """Return what each rule of the target gets, in its layout's order."""
-    by_rule: dict[int, list[TensorLink]] = {}
-    for link in composed.links:
-        by_rule.setdefault(link.key[0], []).append(link)
+    by_rule = by_key((link.key[0], link) for link in composed.links)
     out = []
     for number in sorted(by_rule):
         links = by_rule[number]

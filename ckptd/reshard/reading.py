@@ -26,6 +26,7 @@ from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.clip import clip
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.runs import Runs
+from ckptd.base.grouping import by_key
 from ckptd.base.runtime.pool import run_all
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import GridEntry, ManifestTables, TensorEntry
@@ -345,9 +346,7 @@ class Reading:
         self, moves: Sequence[PlannedCopy], runs: Runs
     ) -> Iterator[tuple[_Window, list[PlannedCopy]]]:
         """Yield windows, and the moves that take from each, in the order of the source's files."""
-        by_file: dict[int, list[PlannedCopy]] = {}
-        for move in sorted(moves, key=lambda m: m.span[0]):
-            by_file.setdefault(move.file, []).append(move)
+        by_file = by_key((m.file, m) for m in sorted(moves, key=lambda m: m.span[0]))
         windows = sorted(self._windows(moves, runs), key=lambda w: (w.file, w.start))
         for file, mine in groupby(windows, key=lambda w: w.file):
             found = by_file[file]

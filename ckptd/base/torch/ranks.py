@@ -20,6 +20,7 @@ import msgspec
 import torch.distributed as dist
 
 from ckptd.base.digest import digest_hex
+from ckptd.base.grouping import by_key
 from ckptd.base.runtime.host import address_towards, host_id
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.base.runtime.ranks import (
@@ -420,9 +421,7 @@ def host_count(agreement: Agreement) -> int:
 
 def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
     def tabulate(ids: list[bytes]) -> bytes:
-        table: dict[str, list[int]] = {}
-        for rank, name in enumerate(ids):
-            table.setdefault(name.decode(errors="replace"), []).append(rank)
+        table = by_key((name.decode(errors="replace"), rank) for rank, name in enumerate(ids))
         return msgspec.json.encode(table)
 
     return posted(_members, agreement.all_reports("hosts", host_id().encode(), tabulate))

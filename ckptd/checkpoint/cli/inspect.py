@@ -325,8 +325,7 @@ def _show(document: InspectDocument, depth: int | None, full: bool, *, objects: 
         print_text(f"metadata: {metadata_text(d.metadata, _TEXT_WIDTH)}", 10)
     if d.layout:
         print(f"layout: {d.layout}")
-    total = size_text(sum(t.bytes for t in d.tensors))
-    print(f"\ntensors: {len(d.tensors)}, {total}")
+    print(f"\ntensors: {len(d.tensors)}, {size_text(sum(t.bytes for t in d.tensors))}")
     if d.tensors:
         print_table(
             ("NAME", "DTYPE", "SHAPE", "LAYOUT", "RANKS", ">SIZE"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.cli.address import Root, opened
 from ckptd.checkpoint.format.lineage import line
 from ckptd.checkpoint.format.manifest import OfAttempt, OfCheckpoint
@@ -185,10 +186,8 @@ class _Rows:
                     self._foreign.add(name)
                     self._damage[name] = f"does not count: {why}"
         self._pins = catalogue.pins()
-        self._leases: dict[CommitName, list[str]] = {}
-        for lease in leases(catalogue).values():
-            if not expired(lease, time.time()):
-                self._leases.setdefault(lease.name, []).append(lease.holder)
+        held = [lease for lease in leases(catalogue).values() if not expired(lease, time.time())]
+        self._leases = by_key((lease.name, lease.holder) for lease in held)
 
     def is_foreign(self, name: CommitName) -> bool:
         """Tell whether a commit is of another life of the job, and does not count."""

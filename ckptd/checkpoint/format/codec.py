@@ -773,9 +773,7 @@ def _plain(value: object, left: int, numbers: bool) -> object:
         if isinstance(value, Mapping):
             return {key: _plain(inner, left - 1, numbers) for key, inner in value.items()}
         return [_plain(inner, left - 1, numbers) for inner in value]
-    if not callable(getattr(value, "item", None)):
-        return value
-    return _number(value, numbers)
+    return _number(value, numbers) if callable(getattr(value, "item", None)) else value
 
 
 def _number(value: Any, numbers: bool) -> object:

@@ -513,8 +513,7 @@ class FileMap:
     def chunks(self, file: int) -> list[ChunkRef]:
         """Return every chunk of `file`, in file order."""
         tensors, numbers = self.chunk_numbers(file)
-        groups = self._group_of[tensors].tolist()
-        keys = [*zip(groups, numbers.tolist(), strict=True)]
+        keys = [*zip(self._group_of[tensors].tolist(), numbers.tolist(), strict=True)]
         found: dict[tuple[int, int], tuple[Piece, int]] = {}
         for group, number in dict.fromkeys(keys):
             grid, _, _, itemsize = self._groups[group]

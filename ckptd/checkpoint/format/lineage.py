@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Generation
 from ckptd.errors import CorruptError
@@ -47,9 +48,7 @@ def newest_on_line(
 def _newest_first(
     newest: int, commits: Iterable[CommitName], read: Callable[[int], Generation]
 ) -> Iterator[CommitName]:
-    by_generation: dict[int, list[int]] = {}
-    for c in commits:
-        by_generation.setdefault(c.generation, []).append(c.step)
+    by_generation = by_key((c.generation, c.step) for c in commits)
     generation, limit = newest, None
     while True:
         steps = sorted(by_generation.get(generation, ()), reverse=True)

@@ -284,8 +284,7 @@ def unescape_key(segment: str) -> str | int:
 
 
 def _quote(character: str) -> str:
-    raw = character.encode("utf-8", "surrogatepass")
-    return "".join(f"%{byte:02X}" for byte in raw)
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
 def _unquote(text: str) -> str:

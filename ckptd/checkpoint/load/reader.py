@@ -142,8 +142,7 @@ class CkptdReader(CheckpointReader):
         owners = self.filemap.owners[entry.owners]
         if not owners.has_absent:
             return 0
-        gone = owners.array(entry.base) == ABSENT
-        return int(self.filemap.numels(entry.grid)[gone].sum())
+        return int(self.filemap.numels(entry.grid)[owners.array(entry.base) == ABSENT].sum())
 
     @cached_property
     def _bytes_there(self) -> int:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.root.index import tier_of
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
 from ckptd.store.base import (
@@ -90,10 +91,7 @@ class UnionStore(ReadOnlyStore):
         self._aside_s = aside_s if len(sources) > 1 else 0.0
         self._lock = threading.Lock()
         self._open = [s for s in self._sources if s.keys is None]
-        self._routes: dict[str, list[_Held]] = {}
-        for source in self._sources:
-            for key in source.keys or ():
-                self._routes.setdefault(key, []).append(source)
+        self._routes = by_key((key, s) for s in self._sources for key in s.keys or ())
         self._serving: dict[str, _Held] = {}
         self._distrusted: dict[str, list[_Held]] = {}
         self.url = self._sources[-1].store.url

@@ -250,9 +250,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2.0 * size:
             return f"{seconds / size:.3g} {unit}"
-    if seconds < 1.0:
-        return f"{1000.0 * seconds:.3g} ms"
-    return f"{seconds:.3g} s"
+    return f"{1000.0 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
 
 
 ENOUGH = 8

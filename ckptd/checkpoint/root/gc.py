@@ -812,6 +812,6 @@ def apply_retention(catalogue: Catalogue, keep: Keep | int) -> tuple[str, ...]:
     """
     with events.span("retention") as span:
         plan = plan_gc(catalogue, keep, thorough=False)
-        report = run_gc(catalogue.store, plan) if plan.items else GcReport()
-        span.nbytes = report.nbytes
+        if plan.items:
+            span.nbytes = run_gc(catalogue.store, plan).nbytes
     return plan.notes

@@ -731,8 +731,7 @@ class Index:
 
     def pins(self) -> set[CommitName]:
         """Return the commits that are never to be deleted; a listing only."""
-        names = self.store.children(PINS)
-        return {c for c in map(parse_commit_name, names) if c is not None}
+        return {c for c in map(parse_commit_name, self.store.children(PINS)) if c is not None}
 
     def tagged(self, tag: str) -> CommitName:
         """Return the commit that a tag names, which need not exist any more.

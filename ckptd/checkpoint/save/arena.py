@@ -170,8 +170,7 @@ class Slot:
         """Write runs that follow one another; small ones by one call for many."""
         if len(runs) > 1:
             with suppress(OSError):  # below one of them says what is wrong
-                where = CONTROL_BYTES + int(runs[0, 1])
-                gather(self.fd, where, runs[:, 0], runs[:, 2])
+                gather(self.fd, CONTROL_BYTES + int(runs[0, 1]), runs[:, 0], runs[:, 2])
                 return
         for at, start, nbytes in runs.tolist():
             self._write(start, memoryview((ctypes.c_ubyte * nbytes).from_address(at)).cast("B"))
@@ -203,9 +202,7 @@ class Slot:
         return np.frombuffer(self.data, np.uint8, end - start, start)
 
     def _unfilled(self, error: OSError) -> SaveError:
-        if self.fd < 0:
-            return _closed()
-        return _no_memory(self.nbytes, error)
+        return _closed() if self.fd < 0 else _no_memory(self.nbytes, error)
 
     def allocate(self) -> None:
         """Have memory behind all of it, for what fills it where it lies.

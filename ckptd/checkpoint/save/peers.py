@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.base.grouping import by_key
 from ckptd.decoding import converter
 from ckptd.store.base import ReadOnlyStore, Store, Wrapper
 from ckptd.store.memory import MemoryStore
@@ -111,9 +112,7 @@ def partners(domains: Mapping[str, str]) -> dict[str, str]:
     dict
         Without an entry where there is no other node.
     """
-    by_domain: dict[str, list[str]] = {}
-    for node in sorted(domains):
-        by_domain.setdefault(domains[node], []).append(node)
+    by_domain = by_key((domains[node], node) for node in sorted(domains))
     groups = sorted(by_domain.values(), key=lambda nodes: (-len(nodes), nodes[0]))
     line = [node for nodes in groups for node in nodes]
     if len(line) < 2:

@@ -25,6 +25,7 @@ from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Axis
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
+from ckptd.base.grouping import by_key
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.checkpoint.format.container import ChunkRef, FileMap, encode_entries
 from ckptd.checkpoint.format.manifest import (
@@ -610,9 +611,7 @@ class ReplicaHolders:
         if mesh >= 0:
             at = self._coordinates(mesh, placements, self._rank)
         count, lowest = 0, self._rank
-        by_mesh: dict[tuple[int, Any], list[int]] = {}
-        for group, number, placed in links:
-            by_mesh.setdefault((number, placed), []).append(group)
+        by_mesh = by_key(((number, placed), group) for group, number, placed in links)
         for (number, placed), members in by_mesh.items():
             ranks = self._ranks(members)
             if number >= 0:

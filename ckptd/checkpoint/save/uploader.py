@@ -180,8 +180,7 @@ def _mapped(store: Store, shard: StagedShard, stack: ExitStack) -> memoryview | 
     except (CkptdError, OSError, ValueError) as error:
         _log.warning("cannot read step %d from its folder: %s", shard.save.step, error)
         return None
-    whole = stack.enter_context(memoryview(mapped))
-    return stack.enter_context(whole[start:])
+    return stack.enter_context(stack.enter_context(memoryview(mapped))[start:])
 
 
 class _Readers:

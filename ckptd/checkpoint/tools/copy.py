@@ -217,8 +217,7 @@ class FileCopy:
 
     def _slice(self, number: int, entry: FileEntry, start: int) -> memoryview:
         """Read and check part of a data section, into memory that direct I/O can write from."""
-        size = min(_SLICE_BYTES, entry.data_bytes - start)
-        view = memoryview(mmap.mmap(-1, size))
+        view = memoryview(mmap.mmap(-1, min(_SLICE_BYTES, entry.data_bytes - start)))
         self._fetcher.bring(number, self._line.first(number) + start // BLOCK_BYTES, view)
         return view
 

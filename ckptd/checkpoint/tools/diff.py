@@ -148,8 +148,7 @@ def _is_integer(dtype: DType) -> bool:
 def _wide(a: Array, dtype: DType) -> Array:
     """Return values as float64 or complex128, exactly."""
     if dtype.name == "complex32":
-        parts = a.view(np.float16).astype(np.float64)
-        return parts.view(np.complex128)
+        return a.view(np.float16).astype(np.float64).view(np.complex128)
     return a.astype(np.complex128 if a.dtype.kind == "c" else np.float64)
 
 

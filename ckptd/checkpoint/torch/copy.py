@@ -755,8 +755,7 @@ def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor
 
 
 def _digest(local: torch.Tensor) -> bytes:
-    plain = _words(local).contiguous().resolve_conj().resolve_neg()
-    return digest(as_bytes(plain).data)
+    return digest(as_bytes(_words(local).contiguous().resolve_conj().resolve_neg()).data)
 
 
 def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:

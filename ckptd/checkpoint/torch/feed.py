@@ -146,8 +146,7 @@ class CopyFeed:
         self._report = report
         self._lines: dict[int, _Line] = {}
         for group in groups:
-            line = self._lines.setdefault(id(group.lane), _Line(group.lane))
-            line.waiting.append(group)
+            self._lines.setdefault(id(group.lane), _Line(group.lane)).waiting.append(group)
         self._in_place = bytearray(len(steps))
         for number in placed:
             self._in_place[number] = 1

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.grids.block import box_region
 from ckptd.base.grids.owners import distinct
+from ckptd.base.grouping import by_key
 from ckptd.base.runtime.memory import HostBuffers
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.runtime.ranks import Board
@@ -301,8 +302,7 @@ class LoadSources:
 
     def _holders(self, candidate: LoadCandidate) -> tuple[str, dict[str, list[int]]]:
         """Return a checkpoint's folder, and by source the ranks whose data files it has."""
-        snapshot = candidate.snapshot
-        folder = (snapshot or self.catalogue.commit(candidate.name)).folder
+        folder = (candidate.snapshot or self.catalogue.commit(candidate.name)).folder
         return folder, {
             s.name: [r for k in s.keys if (r := rank_of_file(k, folder)) is not None]
             for s in self._near
@@ -546,8 +546,7 @@ class _Tried(msgspec.Struct, frozen=True, dict=True):
 
     def read(self, wants: Iterable[Want]) -> None:
         """Fill what is wanted besides the state."""
-        plan = read_plan(self.manifest, self.filemap, wants, places=self._places)
-        execute(plan, self.store)
+        execute(read_plan(self.manifest, self.filemap, wants, places=self._places), self.store)
 
 
 class Loader:
@@ -960,9 +959,7 @@ class Loader:
             kind ``mismatch``: they do.
         """
         matching = tried.matching
-        copies: dict[str, list[tuple[str, int]]] = {}
-        for alias, (name, number) in matching.copies.items():
-            copies.setdefault(name, []).append((alias, number))
+        copies = by_key((name, (alias, n)) for alias, (name, n) in matching.copies.items())
         for name, others in copies.items():
             held = self._describer.held(name, tried.leaves.tensors[name].tensor)
             itemsize = held.local.element_size()
@@ -1063,9 +1060,7 @@ def _compare_overlaps(tried: _Tried) -> None:
 def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
     if rename is None:
         return unchanged
-    if callable(rename):
-        return rename
-    return lambda name: rename.get(name, name)
+    return rename if callable(rename) else lambda name: rename.get(name, name)
 
 
 def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedState) -> _Options:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ckptd.base.grouping import by_key
 from ckptd.base.net.handed import ranks_key
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
 from ckptd.base.runtime.agentlink import AgentPlace
@@ -102,10 +103,8 @@ class TierRules:
         clocked = {n: rule for n, rule in self._rules.items() if rule and rule.by_clock}
         if not clocked:
             return set()
-        now = time.monotonic()
-        self._steps.call(now, False)
-        decide = partial(self._decide, clocked)
-        word = self._announcements.word(decide, self._steps.usual_s)
+        self._steps.call(time.monotonic(), False)
+        word = self._announcements.word(partial(self._decide, clocked), self._steps.usual_s)
         self._steps.leave(time.monotonic())
         return set(word.split("+")) - {""}
 
@@ -283,9 +282,7 @@ class Nearby:
         Nodes that this life left out stay known, for some lives: it may end before it has a
         snapshot of its own, and theirs are wanted again.
         """
-        former: dict[str, list[KnownNode]] = {}
-        for aged in filter(None, map(older, self._former)):
-            former.setdefault(aged.name, []).append(aged)
+        former = by_key((aged.name, aged) for aged in filter(None, map(older, self._former)))
         known: list[KnownNode] = []
         for name in followers({*self._nodes, *former}, self._node):
             if (node := self._nodes.get(name)) is None:

@@ -16,6 +16,7 @@ import numpy as np
 from ckptd import events
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.owners import Owners
+from ckptd.base.grouping import by_key
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement
@@ -124,9 +125,7 @@ class SavePlanner:
         board = self._agreement.board
 
         def tabulate(digests: list[bytes]) -> bytes:
-            ranks: dict[str, list[int]] = {}
-            for rank, digest in enumerate(digests):
-                ranks.setdefault(digest.decode(), []).append(rank)
+            ranks = by_key((digest.decode(), rank) for rank, digest in enumerate(digests))
             return msgspec.json.encode({d: Owners.from_array(r).runs for d, r in ranks.items()})
 
         table = self._agreement.all_reports("structure", own.encode(), tabulate, save)

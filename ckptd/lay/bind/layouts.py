@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckptd.base.grouping import by_key
 from ckptd.lay.bind.axes import needed, solved, sorted_ranks
 from ckptd.lay.bind.extents import extents, index_findings, pinned
 from ckptd.lay.bind.first import first_wins
@@ -127,10 +128,8 @@ def _instances(resolved: Resolved, observed: Observed) -> tuple[Resolved, list[E
     equations = []
     packed = []
     places = [0]
-    by_rule: dict[int, list[tuple[str, ...]]] = {}
+    by_rule = by_key(observed.instances)
     all_of = extents(observed, resolved) if observed.stored else {}
-    for number, texts in observed.instances:
-        by_rule.setdefault(number, []).append(texts)
     for number, equation in enumerate(resolved.equations):
         for texts in by_rule.get(number, []):
             globs = (number, texts) if texts else None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TypeAlias
 
+from ckptd.base.grouping import by_key
 from ckptd.lay.held import split_axes
 from ckptd.lay.indexes import IndexCut
 from ckptd.lay.matching import BufferNames, Match, Matcher, NameTemplates, holds, stored_name
@@ -245,9 +246,7 @@ def unmatched(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
         show(stored_name(e.name, local) if observed.stored else e.name): e
         for e in resolved.equations
     }
-    groups: dict[str, list[SeenTensor]] = {}
-    for seen in observed.unmatched:
-        groups.setdefault(_DIGITS.sub("0", seen.name), []).append(seen)
+    groups = by_key((_DIGITS.sub("0", seen.name), seen) for seen in observed.unmatched)
     layout = f"layout {resolved.name}"
     packs = any(flat.group.kind != "each" for flat in resolved.flats)
     for group in itertools.islice(groups.values(), _MAX_KINDS):

@@ -14,6 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
+from ckptd.base.grouping import by_key
 from ckptd.errors import first_few
 from ckptd.lay.resolve import ALL, Equation, Family, Finding, Lookup, Numbers, Resolved, covers
 from ckptd.lay.syntax import Alias, Name, NameIndex, On, Replicas, Text, join
@@ -99,10 +100,7 @@ def _overlaps(
     equations: Sequence[Equation], family: Family, numbers: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs of rules that hold the same cells: by the axes that they fix."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for k in numbers:
-        axes = tuple(a for a in family.axes if a in equations[k].pinned)
-        groups.setdefault(axes, []).append(k)
+    groups = by_key((tuple(a for a in family.axes if a in equations[k].pinned), k) for k in numbers)
     keys = list(groups)
     for axes, others in (*((a, a) for a in keys), *combinations(keys, 2)):
         common = [a for a in axes if a in others]

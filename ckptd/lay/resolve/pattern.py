@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from ckptd.base.grouping import by_key
 from ckptd.errors import UsageError
 from ckptd.lay.syntax import Alternatives, Glob, Name, NameIndex, NamePart, Text, join
 
@@ -131,10 +132,7 @@ class _Group:
 
     def at(self, places: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
         if places not in self._at:
-            found: dict[tuple[str, ...], list[int]] = {}
-            for number, stated in self._names:
-                found.setdefault(tuple(stated[k] for k in places), []).append(number)
-            self._at[places] = found
+            self._at[places] = by_key((tuple(s[k] for k in places), n) for n, s in self._names)
         return self._at[places]
 
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ckptd.base.grouping import by_key
 from ckptd.errors import UsageError, first_few
 from ckptd.lay.held import held
 from ckptd.lay.resolve import Bound, Equation, Ints, MeshShape, ValueScope, scope_of
@@ -82,10 +83,7 @@ def coordinates_of(
             f"{extent} lists",
             f"{len(table)}",
         )
-    homes: dict[int, list[int]] = {}
-    for coordinate, experts in enumerate(table):
-        for expert in experts:
-            homes.setdefault(int(expert), []).append(coordinate)
+    homes = by_key((int(e), coordinate) for coordinate, all in enumerate(table) for e in all)
     known = range(max([*homes, -1]) + 1 if count is None else count)
     unknown = sorted(n for n in homes if n not in known)
     missing = [n for n in known if n not in homes]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Block, Fill
 from ckptd.base.grids.clip import clip
+from ckptd.base.grouping import by_key
 from ckptd.lay.live import LiveShare, Transfers
 from ckptd.lay.local import BoundTensor, local_tensors
 from ckptd.lay.values import Values
@@ -488,10 +489,7 @@ class Takings:
                 kept.append(shares)
                 found = alike[key] = _Alike(self._taken(shares, numbers))
             found.tensors.append((tensor, memory, names))
-        self._by_giver: dict[int, list[_Alike]] = {}
-        for found in alike.values():
-            for giver in found.givers:
-                self._by_giver.setdefault(giver, []).append(found)
+        self._by_giver = by_key((giver, a) for a in alike.values() for giver in a.givers)
 
     @property
     def givers(self) -> list[int]:

@@ -138,6 +138,4 @@ def _piece(value: Any) -> str:
         return f"[{', '.join(inner)}]" if all(inner) else ""
     if type(value) in (int, float, str, bytes, bool, type(None)):
         return repr(value)[:4096]
-    if type(value) is dict:
-        return _piece([*value.keys(), *value.values()])
-    return ""
+    return _piece([*value.keys(), *value.values()]) if type(value) is dict else ""

@@ -618,8 +618,7 @@ class SavedNames:
         """Return the names and aliases that begin with ``name.``."""
         # "/" follows "." and so ends what begins with the prefix.
         first = bisect.bisect_left(self._sorted, name + ".")
-        last = bisect.bisect_left(self._sorted, name + "/")
-        return self._sorted[first:last]
+        return self._sorted[first : bisect.bisect_left(self._sorted, name + "/")]
 
 
 def encode(value: Any, name: str, *, shared: bool = True) -> Any:

@@ -93,8 +93,7 @@ def _register() -> None:
     add(torch.Size, name="torch.Size", encode=list, decode=torch.Size)
     add(torch.device, name="torch.device", encode=str, decode=torch.device)
     for kind in (torch.dtype, torch.layout, torch.memory_format):
-        name = f"torch.{kind.__name__}"
-        add(kind, name=name, encode=short, decode=_torch_named(kind))
+        add(kind, name=f"torch.{kind.__name__}", encode=short, decode=_torch_named(kind))
 
 
 _register()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptd.base.grouping import by_key
 from ckptd.base.torch.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS
 from ckptd.checkpoint.format.names import escape_key, unescape_key
@@ -364,8 +365,7 @@ def add_loaded_again(
         return False
     if misfit(optimizer, groups, set(names.values()), keys) is not None:
         return False
-    hyper = _add_groups(sink, place, optimizer, names)
-    settle = partial(hyper.settle, place.name, speaker)
+    settle = partial(_add_groups(sink, place, optimizer, names).settle, place.name, speaker)
     sink.leaves.handing.append(PendingState((at.name,), settle))
     return True
 
@@ -692,8 +692,7 @@ class _Parameter(msgspec.Struct, frozen=True, eq=False):
 
         def part(at: str) -> torch.Tensor:
             if saved is not None and at in saved.wrapped:
-                inner = saved.wrapped[at]
-                return make_wrapped(inner, lambda n: part(_below(at, n)), at)
+                return make_wrapped(saved.wrapped[at], lambda n: part(_below(at, n)), at)
             entry = saved.tensor(at) if saved is not None else None
             if entry is None:
                 raise MismatchError("the checkpoint lacks this part of a tensor", where=at)
@@ -833,8 +832,7 @@ def _options(
     """Return what a saved group has beside its parameters, for those of the live one."""
     found = {k: v for k, v in group.items() if k not in _NOT_HYPER}
     if isinstance(named := _noted(group, _NAMED), Mapping):
-        fqns = [names[id(p)] for p in live["params"]]
-        found[_PARAM_NAMES] = [named.get(f, f) for f in fqns]
+        found[_PARAM_NAMES] = [named.get(f, f) for f in (names[id(p)] for p in live["params"])]
     return found
 
 
@@ -887,9 +885,7 @@ def _match_groups(
             found=_listing((found - wanted).elements(), "only in the checkpoint"),
             hint="build the groups as they were when the checkpoint was saved",
         )
-    of: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for key, group in left:
-        of.setdefault(key, []).append(group)
+    of = by_key(left)
     return [(group, of[key].pop(0)) for key, group in live]
 
 

@@ -32,7 +32,6 @@ from ckptd.checkpoint.torch.state.flatten import KnownState, collect
 from ckptd.checkpoint.torch.state.leaves import (
     Dropped,
     Leaves,
-    PerRankLeaf,
     Reseed,
     SavedNames,
     Sink,
@@ -85,8 +84,7 @@ class SavedState(msgspec.Struct, frozen=True, dict=True):
         kinds = ({*self.tensors, *self.aliases}, self.objects.keys(), self.per_rank.keys())
         if len(self.names()) == sum(map(len, kinds)):
             return []
-        counts = Counter(chain(*kinds))
-        return sorted(name for name, n in counts.items() if n > 1)
+        return sorted(name for name, n in Counter(chain(*kinds)).items() if n > 1)
 
     def names(self) -> set[str]:
         """Return every name."""
@@ -540,8 +538,13 @@ def apply_objects(
             leaf.put(values[leaf.name])
     # Random streams last: what came before may have drawn from them.
     own = [leaf for name, leaf in leaves.per_rank.items() if name in chosen]
-    for value in sorted(own, key=lambda v: v.random):
-        _put_per_rank(value, chosen[value.name])
+    for mine in sorted(own, key=lambda v: v.random):
+        value = chosen[mine.name]
+        if isinstance(value, Reseed):
+            if mine.reseed is not None:
+                mine.reseed(value.seed)
+        elif not isinstance(value, Dropped):
+            mine.put(value)
 
 
 def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
@@ -557,14 +560,6 @@ def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[s
     for name, value in per_rank.items():
         if isinstance(value, Reseed) and leaves.per_rank[name].reseed is None:
             raise MismatchError("a value cannot be reseeded", where=name)
-
-
-def _put_per_rank(leaf: PerRankLeaf, value: Any) -> None:
-    if isinstance(value, Reseed):
-        if leaf.reseed is not None:
-            leaf.reseed(value.seed)
-    elif not isinstance(value, Dropped):
-        leaf.put(value)
 
 
 _UNKNOWN = b"?"

@@ -489,8 +489,7 @@ def _register() -> None:
     )
     add(_Whole, name="ckptd.Value", encode=list, decode=lambda raw: _filled(raw[1], raw[0]))
     for kind in _PLAIN:
-        name = f"torch.{kind.__name__}"
-        add(kind, name=name, encode=_encode_tensor, decode=_decode_tensor)
+        add(kind, name=f"torch.{kind.__name__}", encode=_encode_tensor, decode=_decode_tensor)
         codec.identified.add(kind)
 
 

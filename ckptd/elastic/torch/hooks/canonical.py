@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ckptd.base.grouping import by_key
 from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.data.schedule import share
 from ckptd.elastic.treesum import TreeNode, TreeSum, cover
@@ -164,10 +165,7 @@ class CanonicalGradients:
     # -- from gradients to a node ------------------------------------------------------------------
 
     def _by_dtype(self) -> dict[torch.dtype, list[torch.nn.Parameter]]:
-        out: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-        for p in self._parameters:
-            out.setdefault(p.dtype, []).append(p)
-        return out
+        return by_key((p.dtype, p) for p in self._parameters)
 
     def _taken(self, numbers: Sequence[float | torch.Tensor]) -> GradientSums:
         """Return the gradients as a leaf of the tree, and forget them."""

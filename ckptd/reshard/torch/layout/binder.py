@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from ckptd.base.digest import digest_hex
+from ckptd.base.grouping import by_key
 from ckptd.base.runtime.ranks import error_fields, posted
 from ckptd.base.torch.ranks import Agreement
 from ckptd.base.torch.tensors import is_dtensor
@@ -417,10 +418,7 @@ class BoundLayout:
             failed = next((r for r in reports if r.startswith(b"!")), None)
             if failed is not None:
                 raise CkptdError.from_dict(posted(error_fields, failed[1:]))
-            ranks: dict[str, list[int]] = {}
-            for rank, digest in enumerate(reports):
-                ranks.setdefault(digest.decode(), []).append(rank)
-            return msgspec.json.encode(ranks)
+            return msgspec.json.encode(by_key((d.decode(), r) for r, d in enumerate(reports)))
 
         raw = self.agreement.all_reports("layout", report, tabulate)
         table = posted(_groups, raw)

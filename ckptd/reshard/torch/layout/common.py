@@ -15,6 +15,7 @@ import torch
 
 from ckptd.base.grids.block import flat_regions
 from ckptd.base.grids.grid import strides_of
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.torch.feed import StridedWindow
 from ckptd.lay.local import LocalPiece
 from ckptd.lay.replicated import ReplicatedPart, ReplicatedParts
@@ -114,9 +115,7 @@ class CommonParts:
 
     def _in_groups(self, key: TensorKey, piece: LocalPiece) -> Iterator[CommonPart]:
         """Yield what is common of any other tensor, all parts of a group of ranks as one."""
-        groups: dict[str, list[ReplicatedPart]] = {}
-        for found in self.replicated.of_rank(key, self.rank):
-            groups.setdefault(found.group, []).append(found)
+        groups = by_key((part.group, part) for part in self.replicated.of_rank(key, self.rank))
         for group, parts in groups.items():
             windows = None
             if len(groups) > 1 or not self._is_whole(key, piece, parts):

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ckptd.base.grouping import by_key
 from ckptd.checkpoint.torch.state.leaves import Leaves
 from ckptd.lay.bind import bind_stored
 from ckptd.lay.stored import StoredForm
@@ -193,9 +194,7 @@ def _family(module: nn.Module) -> ExpertNames | None:
 
 def _text(blocks: Iterable[_Block]) -> str:
     """Return a program of two layouts: the state's, and the checkpoint's."""
-    groups: dict[tuple[ExpertNames, str, str], list[_Block]] = {}
-    for block in blocks:
-        groups.setdefault(block.alike(), []).append(block)
+    groups = by_key((block.alike(), block) for block in blocks)
     space: list[str] = []
     live: list[str] = []
     file: list[str] = []
