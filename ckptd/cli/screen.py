@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ckptd.cli.output import shorten, time_text
 from ckptd.cli.terminal import BAD, GOOD, PLAIN, WARN
-from ckptd.errors import one_line
+from ckptd.errors import one_line, size_text
 
 STATUSES = ("ok", "waiting", "suspect", "dead", "silent", "slow")
 """Order is the number in the column ``status`` of the API."""
@@ -36,6 +36,7 @@ def screen(
     incidents: list[dict[str, Any]],
     rows: int,
     lost: str = "",
+    versions: dict[str, Any] | None = None,
 ) -> RenderableType:
     """Return what is drawn.
 
@@ -47,9 +48,13 @@ def screen(
         Ranks to list at most.
     lost
         Since when nothing was heard; empty while the daemon answers.
+    versions
+        Of weights that are published, as ``/checkpoints`` has them; None: none are.
     """
     job, ranks, incidents = _shown(job), _shown(ranks), _shown(incidents)
     parts: list[RenderableType] = [_head(job, lost), _statuses(job, ranks)]
+    if versions:
+        parts.append(_versions(versions))
     if incidents:
         parts += [Text(), _incidents(incidents)]
     shown = Group(*parts[1:], Text(), _ranks(ranks, rows))
@@ -113,6 +118,20 @@ def _statuses(job: dict[str, Any], ranks: dict[str, Any]) -> Text:
             text.append(f"{letter} ", look).append(f"{name} {counts[name]:,}  ")
     phases = "  ".join(f"{name.lower()} {n:,}" for name, n in job["phases"].items() if n)
     return text.append(phases, "dim")
+
+
+def _versions(versions: dict[str, Any]) -> Text:
+    text = Text(f"weights of step {versions['step']:,}")
+    workers, behind = versions["workers"], versions["behind"]
+    text.append(f"  {workers:,} worker{'' if workers == 1 else 's'}")
+    if behind:
+        text.append(f", up to {behind:,} version{'' if behind == 1 else 's'} behind", WARN)
+    if versions["whole"]:
+        sent, whole = size_text(versions["received"]), size_text(versions["whole"])
+        text.append(f"  {sent} of {whole} sent")
+    if versions["mapped"]:
+        text.append(f"  {size_text(versions['mapped'])} read on the host")
+    return text
 
 
 def _incidents(incidents: list[dict[str, Any]]) -> Text:

@@ -59,9 +59,9 @@ import sys
 import msgspec
 from ckptd.cli.screen import screen
 from ckptd.cli.terminal import drawing, printing
-job, ranks, incidents = msgspec.json.decode(sys.argv[1])
+job, ranks, incidents, versions = msgspec.json.decode(sys.argv[1])
 with printing():
-    drawing(sys.stdout).print(screen(job, ranks, incidents, 6))
+    drawing(sys.stdout).print(screen(job, ranks, incidents, 6, versions=versions))
 """
 
 JOB = {
@@ -99,6 +99,18 @@ INCIDENTS = [
         },
     }
 ]
+
+
+VERSIONS = {
+    "number": 60,
+    "step": 12_340,
+    "published_at": 1_790_000_000.0,
+    "workers": 3,
+    "behind": 2,
+    "received": 1_288_490_188,
+    "whole": 24 << 30,
+    "mapped": 8 << 30,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -383,7 +395,7 @@ def test_an_error_is_red() -> None:
 def test_a_job_drawn(columns: int) -> None:
     import msgspec
 
-    document = msgspec.json.encode([JOB, RANKS, INCIDENTS]).decode()
+    document = msgspec.json.encode([JOB, RANKS, INCIDENTS, VERSIONS]).decode()
     with Terminal([sys.executable, "-c", DRAWN, document], columns) as one:
         assert one.done() == 0
         golden(SCREENS / f"top-{columns}.txt", one.shown())

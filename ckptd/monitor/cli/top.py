@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _MARGIN = 8
 """Lines of the screen that are not ranks."""
+_VERSIONS_S = 10.0
+"""Between two questions for published weights, in seconds: the daemon reads files for it."""
 
 
 class TopDocument(Document, frozen=True, kw_only=True, tag="top"):
@@ -32,12 +34,15 @@ class TopDocument(Document, frozen=True, kw_only=True, tag="top"):
         As GET /api/v1/job and /api/v1/ranks tell them.
     incidents
         Open ones, the newest first, as GET /api/v1/incidents tells them.
+    versions
+        Of published weights, as GET /api/v1/checkpoints tells them; None: none are.
     """
 
     url: str
     job: dict[str, Any]
     ranks: dict[str, Any]
     incidents: list[dict[str, Any]]
+    versions: dict[str, Any] | None = None
 
 
 def top(
@@ -65,17 +70,24 @@ def top(
         raise UsageError("--limit is negative", found=limit)
     client = connect(daemon, job)
     if json or once or not sys.stdout.isatty():
-        return Reply(_asked(client), lambda d: _print_once(d, 20 if limit is None else limit))
+        asked = _asked(client, _versions(client))
+        return Reply(asked, lambda d: _print_once(d, 20 if limit is None else limit))
     _live(client, lambda: connect(daemon, job), every, limit)
     return 0
 
 
-def _asked(client: DaemonClient) -> TopDocument:
+def _versions(client: DaemonClient) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = client.get("/checkpoints").get("versions")
+    return found
+
+
+def _asked(client: DaemonClient, versions: dict[str, Any] | None) -> TopDocument:
     return TopDocument(
         url=client.url,
         job=client.get("/job"),
         ranks=client.get("/ranks"),
         incidents=client.get("/incidents", state="open", limit=8)["incidents"],
+        versions=versions,
     )
 
 
@@ -86,7 +98,7 @@ def _print_once(d: TopDocument, limit: int) -> None:
     console = drawing(sys.stdout)
     if not console.is_terminal:
         console.width = 120  # a file has no width
-    console.print(screen(d.job, d.ranks, d.incidents, limit))
+    console.print(screen(d.job, d.ranks, d.incidents, limit, versions=d.versions))
 
 
 def _live(
@@ -98,21 +110,26 @@ def _live(
     from ckptd.cli.terminal import drawing
 
     console = drawing(sys.stdout)
-    known, lost = _asked(client), 0.0
+    known, lost = _asked(client, _versions(client)), 0.0
+    looked = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            rows = console.height - _MARGIN - 3 * len(known.incidents)
+            rows = console.height - _MARGIN - 3 * len(known.incidents) - bool(known.versions)
             drawn = screen(
                 known.job,
                 known.ranks,
                 known.incidents,
                 max(rows, 0) if limit is None else min(limit, max(rows, 0)),
                 time_text(lost) if lost else "",
+                known.versions,
             )
             live.update(drawn, refresh=True)
             time.sleep(every)
             try:
-                known, lost = _asked(client), 0.0
+                versions = known.versions
+                if time.monotonic() - looked > _VERSIONS_S:
+                    versions, looked = _versions(client), time.monotonic()
+                known, lost = _asked(client, versions), 0.0
             except TransientStoreError:
                 lost = lost or time.time()
                 with suppress(CkptdError):  # after a restart it may have another port

@@ -831,15 +831,48 @@ class SaveDocument(Struct, frozen=True, kw_only=True):
         )
 
 
+class VersionsDocument(Struct, frozen=True, kw_only=True):
+    """Published weights, and the workers that follow them.
+
+    Attributes
+    ----------
+    number, step, published_at
+        The newest version of the newest publisher.
+    workers, behind
+        Worker processes that have one of its last 64 versions; how many versions the slowest lacks.
+    received, whole
+        Bytes that came over sockets or from a store, and what the same tensors are whole.
+    mapped
+        Bytes that workers of the trainer's hosts took out of slots.
+    """
+
+    number: int
+    step: int
+    published_at: float
+    workers: int
+    behind: int
+    received: int
+    whole: int
+    mapped: int
+
+
 class CheckpointsDocument(Struct, frozen=True):
-    """Document of ``GET /checkpoints``: from recorded events; `problems` are errors of folders."""
+    """Document of ``GET /checkpoints``: from recorded events; `problems` are errors of folders.
+
+    `versions` is null where no weights were published.
+    """
 
     tiers: list[TierDocument] = msgspec.field(default_factory=list)
     saves: list[SaveDocument] = msgspec.field(default_factory=list)
     problems: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    versions: VersionsDocument | None = None
 
     @staticmethod
-    def of(saves: Sequence[SaveProfile], problems: list[dict[str, Any]]) -> CheckpointsDocument:
+    def of(
+        saves: Sequence[SaveProfile],
+        problems: list[dict[str, Any]],
+        versions: VersionsDocument | None = None,
+    ) -> CheckpointsDocument:
         """Return the document of recorded saves."""
         newest: dict[str, TierDocument] = {}
         for save in saves:
@@ -850,5 +883,5 @@ class CheckpointsDocument(Struct, frozen=True):
                         tier=tier, last_step=save.step, durable_at=at, bytes=save.bytes
                     )
         return CheckpointsDocument(
-            list(newest.values()), [SaveDocument.of(s) for s in saves], problems
+            list(newest.values()), [SaveDocument.of(s) for s in saves], problems, versions
         )

@@ -13,9 +13,15 @@ import numpy as np
 
 from ckptd.elastic.messages import Recovery, Status
 from ckptd.errors import CkptdError
+from ckptd.events.event import AnyEvent, Opened, VersionApplied, VersionPublished
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles
-from ckptd.monitor.daemon.documents import CheckpointsDocument, GenerationDocument, GoodputDocument
+from ckptd.monitor.daemon.documents import (
+    CheckpointsDocument,
+    GenerationDocument,
+    GoodputDocument,
+    VersionsDocument,
+)
 from ckptd.monitor.daemon.history import History
 from ckptd.monitor.daemon.rounds import RoundResult
 from ckptd.monitor.incidents import Incident
@@ -29,6 +35,8 @@ _MOST_KNOWN = 1000
 _LONGEST_S = 5.0
 _FRESH_S = 10.0
 _LAST_SAVES = 50
+_LAST_VERSIONS = 64
+"""A worker that has none of these has ended, or takes no part any more."""
 
 
 class GenerationLog:
@@ -265,15 +273,64 @@ class RecordedSaves:
             return self._document
 
     def _read(self) -> CheckpointsDocument:
-        profiles = Profiles(last=_LAST_SAVES)
+        profiles, versions = Profiles(last=_LAST_SAVES), Versions()
         problems = []
         for folder in self._folders:
             try:
-                for _, event in EventFolder.open(folder).read():
+                for head, event in EventFolder.open(folder).read():
                     profiles.add(event)
+                    versions.add(head, event)
             except CkptdError as error:
                 problems.append(error.to_dict())
-        return CheckpointsDocument.of(profiles.saves(), problems)
+        return CheckpointsDocument.of(profiles.saves(), problems, versions.document())
+
+
+class Versions:
+    """Adds up events of published weights; they may come in any order of processes."""
+
+    def __init__(self) -> None:
+        self._published: defaultdict[tuple[str, int], list[VersionPublished]] = defaultdict(list)
+        self._applied: defaultdict[tuple[str, int, int], list[VersionApplied]] = defaultdict(list)
+
+    def add(self, head: Opened, event: AnyEvent) -> None:
+        """Take an event in."""
+        if isinstance(event, VersionPublished) and not event.skipped:
+            self._published[head.host, head.pid].append(event)
+        elif isinstance(event, VersionApplied) and event.number:
+            self._applied[head.host, head.pid, event.rank].append(event)
+
+    def document(self) -> VersionsDocument | None:
+        """Return the newest version, and who has which; None: there is none."""
+        if not self._published:
+            return None
+        one = max(self._published.values(), key=lambda found: max(e.at_ns for e in found))
+        one.sort(key=lambda e: e.at_ns)
+        newest = first = one[-1]
+        for event in reversed(one[:-1]):
+            if event.number >= first.number:
+                break  # of the publisher before
+            first = event
+        began = first.at_ns - first.duration_ns
+        workers = []
+        received = whole = mapped = 0
+        for found in self._applied.values():
+            mine = [e for e in found if e.at_ns >= began and e.number <= newest.number]
+            lacks = newest.number - max((e.number for e in mine), default=0)
+            if mine and lacks < _LAST_VERSIONS:
+                workers.append(lacks)
+            received += sum(e.received for e in mine)
+            whole += sum(e.bytes + e.unchanged for e in mine if e.received)
+            mapped += sum(e.bytes for e in mine if not e.received)
+        return VersionsDocument(
+            number=newest.number,
+            step=newest.step,
+            published_at=newest.at_ns / 1e9,
+            workers=len(workers),
+            behind=max(workers, default=0),
+            received=received,
+            whole=whole,
+            mapped=mapped,
+        )
 
 
 # --- recoveries -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ckptd import events
 from ckptd.cli.screen import odd_rows, screen
+from ckptd.errors import size_text
 from ckptd.monitor.daemon.place import DaemonAddress, DaemonPlace
 from ckptd_simulated.feed import PlantedAt
 from tests.cli.running import Cli
 from tests.monitor.daemon.daemons import JOB, Running, fed, running
 from tests.processes import until
+from tests.publish.test_publish import Pair
 from tests.terminal import Terminal
 
 
@@ -107,6 +110,27 @@ def test_once(cli: Cli, daemon: Running) -> None:
     row = out.splitlines().index(next(x for x in out.splitlines() if x.startswith("RANK")))
     assert out.splitlines()[row + 1].split()[:2] == ["5", "n1"]
     assert len(out.splitlines()[row + 1 :]) == 3
+
+
+def test_published_weights_and_who_follows(cli: Cli, tmp_path: Path) -> None:
+    recording = events.record(tmp_path / "events")
+    with closing(recording), closing(Pair(tmp_path / "at", far=True)) as pair:
+        reports = []
+        for _ in range(3):
+            for tensor in pair.full.values():
+                tensor.view(-1)[0] += 1
+            pair.publish()
+            reports.append(pair.update())
+        pair.publish()
+    with running(tmp_path / "history", events=(str(tmp_path / "events"),)) as it:
+        out = cli.good("top", "--daemon", address(it)).out
+        found = cli.json("top", "--daemon", address(it))["versions"]
+    assert "weights of step 4  1 worker, up to 1 version behind" in out
+    assert (found["number"], found["workers"], found["behind"]) == (4, 1, 1)
+    received = sum(r.bytes_received for r in reports)
+    whole = sum(r.bytes_needed + r.bytes_unchanged for r in reports)
+    assert (found["received"], found["whole"], found["mapped"]) == (received, whole, 0)
+    assert f"{size_text(received)} of {size_text(whole)} sent" in out
 
 
 def test_json(cli: Cli, daemon: Running) -> None:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.monitor.daemon.lifetime import TimeSpent
+from ckptd.events.event import Opened, VersionApplied, VersionPublished
+from ckptd.monitor.daemon.lifetime import TimeSpent, Versions
 from ckptd.monitor.daemon.rounds import RoundResult
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.job import JOINED_CALL, RANK, CallFlag, JobView, Phase, no_job
@@ -237,3 +238,67 @@ def test_steps_that_are_counted_from_0_may_be_new_ones() -> None:
     told = line.spent.document()
     assert told is not None
     assert "again" not in told.seconds
+
+
+def _head(pid: int) -> Opened:
+    return Opened(host="h", pid=pid, clock="c", wall_ns=0, monotonic_ns=0)
+
+
+def _published(pid: int, number: int, at: int, skipped: str = "") -> tuple[Opened, Any]:
+    at_ns = at * 1_000_000_000
+    event = VersionPublished(
+        step=10 * number, generation=0, rank=0, at_ns=at_ns, number=number, skipped=skipped
+    )
+    return _head(pid), event
+
+
+def _applied(pid: int, number: int, at: int, received: int = 0, **more: int) -> tuple[Opened, Any]:
+    at_ns = at * 1_000_000_000
+    event = VersionApplied(
+        step=10 * number,
+        generation=0,
+        rank=0,
+        at_ns=at_ns,
+        number=number,
+        received=received,
+        **more,
+    )
+    return _head(pid), event
+
+
+def test_versions_are_those_of_the_newest_publisher() -> None:
+    found = [
+        *(_published(1, number, 10 + number) for number in range(1, 90)),
+        _applied(7, 80, 95, bytes=1000),  # of a publisher before
+        *(_published(2, number, 200 + number) for number in range(1, 71)),
+        _published(2, 71, 300, skipped="both slots are held"),
+        _applied(3, 1, 202, bytes=100, received=100),
+        _applied(3, 69, 280, bytes=60, unchanged=40, received=5),
+        _applied(4, 67, 281, bytes=100),
+        _applied(4, 0, 282, bytes=9),  # of a root
+        _applied(5, 3, 203, bytes=100),  # it is gone, or stopped long ago
+    ]
+    for order in (found, found[::-1]):
+        versions = Versions()
+        assert versions.document() is None
+        for head, event in order:
+            versions.add(head, event)
+        document = versions.document()
+        assert document is not None
+        assert (document.number, document.step, document.published_at) == (70, 700, 270.0)
+        assert (document.workers, document.behind) == (2, 3)
+        assert (document.received, document.whole, document.mapped) == (105, 200, 200)
+
+
+def test_a_publisher_of_the_same_process_begins_again() -> None:
+    versions = Versions()
+    for head, event in (
+        _published(1, 1, 1),
+        _published(1, 2, 2),
+        _applied(2, 2, 3, bytes=1),
+        _published(1, 1, 4),
+    ):
+        versions.add(head, event)
+    document = versions.document()
+    assert document is not None
+    assert (document.number, document.workers, document.mapped) == (1, 0, 0)
