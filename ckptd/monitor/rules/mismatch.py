@@ -163,13 +163,14 @@ def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
     """
     rows = cohort["row"]
     kinds, codes, counts = np.unique(where, return_inverse=True, return_counts=True)
-    odd = rows[codes == int(np.argmin(counts))][0]
-    usual = rows[codes == int(np.argmax(counts))]
-    usual = usual[usual != odd]
-    if not len(kinds) > 1 or not len(usual):
+    if len(kinds) < 2:
         return False
+    # Two of one kind are not compared: a program's rounds repeat themselves.
+    fewest = int(np.argmin(counts))
+    counts[fewest] = 0
+    odd, usual = rows[codes == fewest], rows[codes == int(np.argmax(counts))]
     (before, mine), (others, theirs) = (
-        _calls_of(job, int(row), cohort[0]) for row in (odd, usual[0])
+        _calls_of(job, int(row), cohort[0]) for row in (odd[0], usual[0])
     )
     together = {what[0] for seq, what in before.items() if others.get(seq) == what}
     for by in range(1, _FURTHEST + 1):

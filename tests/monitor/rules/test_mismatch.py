@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,13 @@ def test_the_same_call_of_another_step_is_a_desync() -> None:
     assert jobs.told(mismatches(job, LIMITS)) == [("desync", ["2"])]
 
 
-def _from_lines(*lines: list[int], age: float, **other: Any) -> JobView:
-    """Members whose calls 1, 2, ... come from these lines; the last one goes on for `age`."""
+def _from_lines(
+    *lines: list[int], age: float, trainers: Collection[int] = (), **other: Any
+) -> JobView:
+    """Members whose calls 1, 2, ... come from these lines; the last one goes on for `age`.
+
+    Those that are `trainers` have made a step more at each call from line 1.
+    """
     views = []
     most = max(len(each) for each in lines)
     for rank, each in enumerate(lines):
@@ -89,6 +95,9 @@ def _from_lines(*lines: list[int], age: float, **other: Any) -> JobView:
             jobs.call(7, seq, jobs.NOW - age - 1, jobs.NOW - age - 0.9, site=line, **other)
             for seq, line in enumerate(each, 1)
         ]
+        if rank in trainers:
+            for row, step in zip(rows, np.cumsum(np.array(each) == 1), strict=True):
+                row["step"] = step
         if len(each) == most:
             rows[-1]["end"] = np.nan
             views.append(
@@ -147,6 +156,21 @@ def test_first_version_a_trainer_beside_a_generator_was_a_desync() -> None:
     # Whoever says in which step it is, says so to all who do.
     mixed = _job({"step": 4}, {"step": 9, "flags": counted}, {"step": 4}, {"step": 5})
     assert jobs.told(mismatches(mixed, LIMITS)) == [("desync", ["3"])]
+
+
+def test_first_version_rounds_of_generators_beside_trainers_were_a_desync() -> None:
+    """Of two against two, a generator was compared with the other one: rounds repeat themselves."""
+    every = [1, 2, 3, 2, 4] * 4
+    lines = [every, every, every[:-2], every]
+    counted = CallFlag.COUNTED
+    for trainers in ((0, 1), (2, 3), (0, 2)):
+        job = _from_lines(*lines, age=60.0, trainers=trainers, flags=counted, step=-1)
+        assert not list(mismatches(job, LIMITS))
+
+
+def test_a_call_that_one_of_two_left_out() -> None:
+    shifted = _from_lines(USUAL, LEFT_OUT, age=60.0)
+    assert jobs.told(mismatches(shifted, LIMITS)) == [("desync", ["0", "1"])]
 
 
 @pytest.mark.parametrize("op", P2P.tolist())
