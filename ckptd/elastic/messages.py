@@ -86,6 +86,9 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
         Of its launcher; 0 is unknown.
     domains
         Where it is in the network, from the widest domain to the narrowest.
+    link_bytes_per_s, card_bytes_per_s
+        Speed of its links, as measured before the job, and of its network cards, as they say; 0 is
+        unknown.
     """
 
     node: str
@@ -98,6 +101,8 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
     sick: _Sick = ()
     pid: _Count = 0
     domains: _Domains = ()
+    link_bytes_per_s: _Count = 0
+    card_bytes_per_s: _Count = 0
 
 
 class Left(JobEvent, frozen=True, kw_only=True, tag=True):

@@ -10,12 +10,24 @@ of the job, so that none of this changes what a step computes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
 from ckptd.elastic.placement import NodeSlot, SlotPosition, place, stages_within, units
-from ckptd.errors import RefusedError, UsageError
+from ckptd.errors import RefusedError, UsageError, first_few
+
+_SUMMING = 0.1
+"""Time in which many replicas add up gradients over full-speed links, by that of computing.
+
+No job tells it. It counts only between nodes whose links differ.
+"""
+_CROSSING = 2
+"""How many times slower gradients are added up where a stage leaves its domain."""
+_BACKWARD = 2 / 3
+"""Part of a micro-batch's time that its backward pass takes."""
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
@@ -114,6 +126,24 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         longest = -(-self.microbatches // shape.dp)
         return (longest + shape.pp - 1) / (shape.pp * shape.tp)
 
+    def network_cost(self, shape: Shape, places: Sequence[SlotPosition]) -> float:
+        """Return by how much slow links, and those between domains, make a step longer.
+
+        Each stage adds up gradients at the pace of its slowest link. A later one begins a backward
+        pass sooner than the one before it, and has that much time more.
+        """
+        stages: dict[int, list[NodeSlot]] = defaultdict(list)
+        for one in places:
+            stages[one.at.pp].append(one.slot)
+        share = -(-self.microbatches // self.planned.dp)
+        adding = _SUMMING * share * (1 - 1 / shape.dp) / (shape.pp * shape.tp)
+        sooner = _BACKWARD / (shape.pp * shape.tp)
+        ends = [
+            adding * max(1 << max(s.pace for s in slots), _far(slots)) - stage * sooner
+            for stage, slots in stages.items()
+        ]
+        return max(max(ends) - adding, 0.0)
+
     def idle_cost(self, shape: Shape) -> float:
         """Return how long of `step_cost` a rank waits while the pipeline fills and drains."""
         return (shape.pp - 1) / (shape.pp * shape.tp)
@@ -127,9 +157,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     shape
         With as many replicas as fit.
     cost
-        Of a step, see `JobSpec.step_cost`.
+        Of a step, see `JobSpec.step_cost`; with `network`.
     idle
         Part of it for which ranks wait while the pipeline fills and drains.
+    network
+        Part of it that slow links and those between domains add, see `JobSpec.network_cost`; 0
+        where all links are equally fast, or nobody measured them.
     within
         Pipeline stages whose replicas are all in one domain; None where no node says where it is.
     moves
@@ -141,6 +174,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape
     cost: float
     idle: float = 0.0
+    network: float = 0.0
     within: int | None = None
     moves: int = 0
     refused: str = ""
@@ -173,6 +207,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
 
 
+_Placed = tuple[tuple[SlotPosition, ...], tuple[NodeSlot, ...]]
+"""Slots with their places, and those that are parked."""
+_Judged = tuple[Candidate, _Placed | None]
+
+
 def together(one: Candidate) -> str:
     """Return in words how near the replicas of each stage are; empty where no node says where."""
     if one.within is None:
@@ -202,9 +241,11 @@ def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None
     """
     current = current or job.planned
     _check(slots, current)
-    candidates = sorted(_candidates(job, slots, current), key=lambda c: _rank(job, c, current))
-    best = next(iter(candidates), None)
-    if best is None or best.refused:
+    judged = list(_candidates(job, slots, current))
+    judged.sort(key=lambda one: _rank(job, one[0], current))
+    candidates = tuple(one for one, _ in judged)
+    best, placed = judged[0]
+    if placed is None:
         reasons = "; ".join(f"{c.shape}: {c.refused}" for c in candidates)
         raise RefusedError(
             "no layout of this job fits the remaining slots",
@@ -212,14 +253,14 @@ def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None
             found=f"{len(slots)} slots on {len({s.node for s in slots})} nodes; {reasons}",
             hint="add nodes; or allow smaller pipelines or tensor-parallel groups",
         )
-    places, parked = _placed(slots, best.shape, current)
+    places, parked = placed
     return Choice(
         shape=best.shape,
         places=places,
         parked=parked,
         moves=best.moves,
-        why=tuple(_why(job, best, candidates, current, len(parked))),
-        candidates=tuple(candidates),
+        why=tuple(_why(job, best, candidates, current, slots, len(parked))),
+        candidates=candidates,
     )
 
 
@@ -236,7 +277,7 @@ def _check(slots: Sequence[NodeSlot], current: Shape) -> None:
         )
 
 
-def _candidates(job: JobSpec, slots: Sequence[NodeSlot], current: Shape) -> Iterator[Candidate]:
+def _candidates(job: JobSpec, slots: Sequence[NodeSlot], current: Shape) -> Iterator[_Judged]:
     for tp in dict.fromkeys((job.planned.tp, *job.tp)):
         for pp in dict.fromkeys((job.planned.pp, *job.pp)):
             fitting = min(units(slots, tp) // pp, job.planned.dp, job.microbatches)
@@ -246,7 +287,7 @@ def _candidates(job: JobSpec, slots: Sequence[NodeSlot], current: Shape) -> Iter
 
 def _judged(
     job: JobSpec, slots: Sequence[NodeSlot], shape: Shape, current: Shape, fitting: int
-) -> Candidate:
+) -> _Judged:
     cost, idle, refused = job.step_cost(shape), job.idle_cost(shape), ""
     if not fitting:
         refused = f"needs {shape.world} slots, in groups of {shape.tp} on one node"
@@ -255,22 +296,43 @@ def _judged(
     elif job.memory is not None and (needed := job.memory.needed(shape)) > job.memory.limit:
         refused = f"needs {needed:,} bytes a rank of {job.memory.limit:,}"
     if refused:
-        return Candidate(shape=shape, cost=cost, idle=idle, refused=refused)
-    places, _ = _placed(slots, shape, current)
-    return Candidate(
+        return Candidate(shape=shape, cost=cost, idle=idle, refused=refused), None
+    network, placed = _placed(job, slots, shape, current)
+    one = Candidate(
         shape=shape,
-        cost=cost,
+        cost=cost + network,
         idle=idle,
-        within=stages_within(places),
-        moves=sum(not p.stays for p in places),
+        network=network,
+        within=stages_within(placed[0]),
+        moves=sum(not p.stays for p in placed[0]),
     )
+    return one, placed
 
 
 def _placed(
-    slots: Sequence[NodeSlot], shape: Shape, current: Shape
-) -> tuple[tuple[SlotPosition, ...], tuple[NodeSlot, ...]]:
+    job: JobSpec, slots: Sequence[NodeSlot], shape: Shape, current: Shape
+) -> tuple[float, _Placed]:
+    """Return the placement that makes steps shortest, and what the network adds to them."""
     keep = (shape.pp, shape.tp) == (current.pp, current.tp)
-    return place(slots, shape.pp, shape.dp, shape.tp, keep=keep)
+    placing = partial(place, slots, shape.pp, shape.dp, shape.tp, keep=keep)
+    blind = placing()
+    if len({slot.pace for slot in slots}) < 2:
+        return 0.0, blind
+    costs = [(job.network_cost(shape, one[0]), one) for one in (blind, placing(paced=True))]
+    kept = min(costs, key=_first)
+    anew = placing(paced=True, again=True)
+    network, step = job.network_cost(shape, anew[0]), job.step_cost(shape)
+    # Survivors hold state: to give them other places must be worth it.
+    return (network, anew) if (step + network) * job.worth < step + kept[0] else kept
+
+
+def _first(pair: tuple[float, _Placed]) -> float:
+    return pair[0]
+
+
+def _far(slots: Sequence[NodeSlot]) -> int:
+    """Return how many times slower gradients are added up than within one domain."""
+    return _CROSSING if len({slot.domains for slot in slots}) > 1 else 1
 
 
 def _rank(job: JobSpec, c: Candidate, current: Shape) -> tuple[object, ...]:
@@ -285,9 +347,14 @@ def _least(job: JobSpec) -> int:
 
 
 def _why(
-    job: JobSpec, best: Candidate, candidates: Sequence[Candidate], current: Shape, parked: int
+    job: JobSpec,
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    current: Shape,
+    slots: Sequence[NodeSlot],
+    parked: int,
 ) -> Iterator[str]:
-    shape = best.shape
+    shape, least = best.shape, min(slot.pace for slot in slots)
     if shape == current:
         yield f"the layout stays {shape}: spares take the places of those that are gone"
     elif shape.pp == current.pp and shape.tp == current.tp:
@@ -301,9 +368,18 @@ def _why(
     yield f"{best.moves} of {shape.world} ranks get parameters that they do not hold"
     if said := together(best):
         yield said
+    if slow := sorted({slot.node for slot in slots if slot.pace > least}):
+        ratio = 1 << max(slot.pace - least for slot in slots)
+        yield (
+            f"links of {first_few(slow, 5)} are up to {ratio} times slower than others: by the "
+            f"model the network adds {100 * best.network / best.cost:.1f} % to a step"
+        )
     if parked:
         yield f"{parked} slots are parked as spares"
     for other in candidates:
         if other is not best:
             slower = f"a step would take {other.cost / best.cost:.2f} times as long"
+            if other.cost < best.cost:
+                same = other.shape.tp == shape.tp
+                slower += ", too little for another pipeline" if same else ", with other rounding"
             yield f"not {other.shape}: {other.refused or slower}"

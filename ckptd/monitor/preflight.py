@@ -416,6 +416,19 @@ def unreached(
         left = [p for p in left if worst not in (p.source, p.to)]
 
 
+def rates(probes: Iterable[PairProbe], size: int) -> dict[int, float]:
+    """Return the bytes per second of each node's best link, in its slower direction.
+
+    The best one: a slow peer says nothing of a node.
+    """
+    found: dict[int, float] = {}
+    for probe in probes:
+        slower_s = max(probe.out_s, probe.in_s)
+        for node in (probe.source, probe.to) if slower_s > 0 else ():
+            found[node] = max(found.get(node, 0.0), size / slower_s)
+    return found
+
+
 def link_effects(nodes: int, probes: Sequence[PairProbe]) -> dict[str, list[Effect]]:
     """Return what makes links slow: of ``bandwidth`` and of ``latency``, the largest first.
 

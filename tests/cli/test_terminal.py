@@ -191,7 +191,9 @@ EXPLAINED = (
     + """
 at = {"n1": ("b0", "r0"), "n2": ("b0", "r0"), "n3": ("b0", "r1"), "n4": ("b0", "r1")}
 job = JobSpec(microbatches=8, planned=Shape(2, 4, 2), pp=(1, 4))
-slots = [NodeSlot(name, k, None, at[name]) for name in at for k in range(3)]
+slots = [
+    NodeSlot(name, k, None, at[name], 2 * (name in ("n2", "n4"))) for name in at for k in range(3)
+]
 choice = choose(job, slots, Shape(2, 4, 2))
 ranks = {name: [] for name in at}
 for rank, place in enumerate(choice.places):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -155,6 +156,106 @@ def situations(draw: st.DrawFn) -> tuple[JobSpec, list[NodeSlot], Shape]:
     gone = draw(st.sets(st.sampled_from(range(len(first.places) + len(first.parked)))))
     left = [s for k, s in enumerate(settled(first)) if k not in gone]
     return job, left, first.shape
+
+
+def paced(slots: Sequence[NodeSlot], paces: Mapping[str, int]) -> list[NodeSlot]:
+    return [msgspec.structs.replace(s, pace=paces.get(s.node, 0)) for s in slots]
+
+
+def test_slow_nodes_are_spares_and_then_share_the_last_stages() -> None:
+    job = JobSpec(microbatches=64, planned=Shape(pp=2, dp=3))
+    slots = cluster(7, 1)
+    slow = {"n00000": 2, "n00002": 2, "n00004": 2, "n00005": 2}
+    choice = choose(job, paced(slots, slow))
+    stages = [{p.slot.pace for p in choice.places if p.at.pp == stage} for stage in range(2)]
+    assert (stages, len(choice.parked)) == ([{0}, {2}], 1)
+    (one,) = choice.candidates
+    assert one.network > 0
+    assert one.cost == job.step_cost(choice.shape) + one.network
+    names = "n00000, n00002, n00004, n00005"
+    (said,) = (text for text in choice.why if text.startswith("links of"))
+    assert said.startswith(f"links of {names} are up to 4 times slower than others")
+    blind = choose(job, slots).places
+    actual = [msgspec.structs.replace(p, slot=paced([p.slot], slow)[0]) for p in blind]
+    assert one.network < job.network_cost(choice.shape, actual)
+    # One of the first stage is lost: the slow spare takes its place, as moving all is worth less.
+    left = without(settled(choice), choice.places[0].slot.node)
+    after = choose(msgspec.structs.replace(job, worth=2.0), left)
+    assert after.moves == 1
+    # With two spares of the other pace the near one is taken.
+    more = [*settled(choice), NodeSlot("x", 0), NodeSlot("y", 0, pace=2)]
+    after = choose(job, without(more, choice.places[0].slot.node))
+    assert (after.moves, {p.slot.pace for p in after.places if p.at.pp == 0}) == (1, {0})
+
+
+def test_a_stage_begins_among_the_fastest_nodes_that_have_room_together() -> None:
+    job = JobSpec(microbatches=64, planned=Shape(pp=1, dp=2))
+    paces = {"a": 2, "b": 2, "c": 1, "d": 0}
+    slots = [NodeSlot(name, 0, None, (), pace) for name, pace in paces.items()]
+    assert {p.slot.node for p in choose(job, slots).places} == {"c", "d"}
+
+
+def test_a_stage_leaves_no_domain_for_links_that_are_as_slow() -> None:
+    job = JobSpec(microbatches=64, planned=Shape(pp=1, dp=2))
+    near = [NodeSlot("a", 0, None, ("r1",)), NodeSlot("b", 0, None, ("r1",), 1)]
+    far = NodeSlot("c", 0, None, ("r2",))
+    assert {p.slot.node for p in choose(job, [*near, far]).places} == {"a", "b"}
+    slower = msgspec.structs.replace(near[1], pace=2)
+    assert {p.slot.node for p in choose(job, [near[0], slower, far]).places} == {"a", "c"}
+
+
+def test_survivors_get_other_places_where_that_makes_steps_much_shorter() -> None:
+    job = JobSpec(microbatches=8, planned=Shape(pp=2, dp=4))
+    first = choose(job, cluster(8, 1))
+    slow = {p.slot.node: 3 for p in first.places if p.at.dp % 2}
+    after = choose(msgspec.structs.replace(job, worth=1.0), paced(settled(first), slow))
+    assert [{p.slot.pace for p in after.places if p.at.pp == stage} for stage in range(2)] == [
+        {0},
+        {3},
+    ]
+    stay = choose(msgspec.structs.replace(job, worth=1.5), paced(settled(first), slow))
+    assert (stay.moves, after.moves > 0) == (0, True)
+
+
+@given(situations(), st.data())
+def test_measured_speeds_never_make_a_step_longer_by_the_model(
+    situation: tuple[JobSpec, list[NodeSlot], Shape], data: st.DataObject
+) -> None:
+    job, left, current = situation
+    job = msgspec.structs.replace(job, worth=1.0)
+    nodes = sorted({s.node for s in left})
+    racks = {s.node: s.domains for s in left}
+    slow_rack = data.draw(st.sampled_from(sorted(set(racks.values())))) if racks else ()
+    any_pace = st.integers(0, 6)
+    paces = data.draw(
+        st.sampled_from(
+            [
+                {node: 2 * (racks[node] == slow_rack) for node in nodes},
+                {node: data.draw(any_pace) for node in nodes},
+                dict.fromkeys(nodes, 3),
+            ]
+        )
+    )
+    try:
+        blind = choose(job, left, current)
+    except RefusedError as error:
+        with pytest.raises(RefusedError, match=re.escape(error.message)):
+            choose(job, paced(left, paces), current)
+        return
+    choice = choose(job, paced(left, paces), current)
+    if len(set(paces.values())) == 1:  # links that are all alike are as if nobody had measured
+        assert paced([p.slot for p in blind.places], paces) == [p.slot for p in choice.places]
+        assert (blind.why, blind.candidates) == (choice.why, choice.candidates)
+        return
+    actual = [
+        msgspec.structs.replace(p, slot=msgspec.structs.replace(p.slot, pace=paces[p.slot.node]))
+        for p in blind.places
+    ]
+    theirs = job.step_cost(blind.shape) + job.network_cost(blind.shape, actual)
+    assert choice.candidates[0].cost <= theirs
+    used = sorted([*(p.slot for p in choice.places), *choice.parked])
+    assert used == sorted(paced(left, paces))
+    assert choice == choose(job, paced(left, paces)[::-1], current)
 
 
 @given(situations())

@@ -379,8 +379,9 @@ def _show_costs(rows: list[Candidate]) -> None:
         {
             "LAYOUT": lambda row: row.shape,
             ">STEP": lambda row: part(row.cost),
-            ">COMPUTING": lambda row: part(row.cost - row.idle),
+            ">COMPUTING": lambda row: part(row.cost - row.idle - row.network),
             ">IDLE": lambda row: part(row.idle),
+            ">NETWORK": lambda row: part(row.network),
             ">IN ONE DOMAIN": lambda row: (
                 "-" if row.within is None else f"{row.within} of {row.shape.pp}"
             ),

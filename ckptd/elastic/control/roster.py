@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckptd.elastic.linkspeed import paces
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import NodeUp
 from ckptd.elastic.placement import Coordinate, Domains, NodeSlot
@@ -52,6 +53,8 @@ class Node:
         The life for which another one was asked for.
     stuck_at
         Since when it counts as gone because it does not fence; its lease is not renewed.
+    speeds
+        Bytes per second of its links, as measured and of its cards; 0 is unknown.
     idle_since
         Since when it says that it runs nothing of a generation that it has run.
     """
@@ -79,6 +82,7 @@ class Node:
     idle_since: float | None = None
     sick: tuple[str, ...] = ()
     domains: Domains = ()
+    speeds: tuple[int, int] = (0, 0)
 
     def usable(self, now: float, *, all_up: bool = False) -> bool:
         """Return whether it may run ranks at this moment; see `Roster.slots`."""
@@ -119,6 +123,7 @@ class Roster:
         other = node.life not in ("", said.life)
         node.life, node.slots, node.host, node.seen = said.life, said.slots, said.host, now
         node.sick, node.domains = said.sick, said.domains
+        node.speeds = said.link_bytes_per_s, said.card_bytes_per_s
         if other or not node.up:
             node.came = now
         node.up = node.dismissed != said.life
@@ -176,11 +181,13 @@ class Roster:
         """
         members = last.members if last is not None else ()
         held = {(m.node, m.slot): Coordinate(m.pp, m.dp, m.tp) for m in members}
-        out: list[NodeSlot] = []
-        for node in sorted(self, key=lambda n: n.name):
-            if node.usable(now, all_up=all_up) and now - node.out_at >= clean_s:
-                out += [
-                    NodeSlot(node.name, number, held.get((node.name, number)), node.domains)
-                    for number in range(node.slots)
-                ]
-        return out
+        nodes = [
+            node
+            for node in sorted(self, key=lambda n: n.name)
+            if node.usable(now, all_up=all_up) and now - node.out_at >= clean_s
+        ]
+        return [
+            NodeSlot(node.name, number, held.get((node.name, number)), node.domains, pace)
+            for node, pace in zip(nodes, paces(n.speeds for n in nodes), strict=True)
+            for number in range(node.slots)
+        ]

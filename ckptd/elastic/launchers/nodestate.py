@@ -10,6 +10,8 @@ import secrets
 import time
 from collections.abc import Callable
 
+from ckptd.base.runtime.agentlink import run_folder
+from ckptd.elastic.linkspeed import measured, of_cards
 from ckptd.elastic.messages import Begin, Ended, Fenced, NodeUp, SaidEvent
 
 NO_ORDER = 1 << 20
@@ -56,6 +58,7 @@ class NodeState:
     def __init__(self, node: str, tell: Callable[[SaidEvent], None]) -> None:
         self.node, self._tell = node, tell
         self.life, self._domains = secrets.token_hex(8), _domains()
+        self._measured, self._of_cards = measured(run_folder()), of_cards()
         self.fence = self.fenced = self.started = self.running = 0
         self.rank = NO_ORDER
         self.begun_at = 0.0
@@ -89,6 +92,8 @@ class NodeState:
             sick=sick,
             pid=os.getpid(),
             domains=self._domains,
+            link_bytes_per_s=self._measured,
+            card_bytes_per_s=self._of_cards,
         )
 
     def order_begin(self, begin: Begin) -> bool:

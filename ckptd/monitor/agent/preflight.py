@@ -25,6 +25,7 @@ from ckptd.base.net.address import is_loopback
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.base.net.door import Door
 from ckptd.decoding import msgpack_decoder
+from ckptd.elastic.linkspeed import keep_measured
 from ckptd.errors import CkptdError, DeadlineError, TransientStoreError
 from ckptd.monitor.agent.probes import MOST_PROBE_BYTES, Answerer, probe_pair
 from ckptd.monitor.agent.selftest import self_test
@@ -41,6 +42,7 @@ from ckptd.monitor.preflight import (
     link_effects,
     link_findings,
     machine_findings,
+    rates,
     rounds,
     slow_machines,
     stray_links,
@@ -95,10 +97,11 @@ class PairOrder(_Message, frozen=True, tag="probe"):
 
 
 class PreflightOutcome(_Message, frozen=True, tag="outcome"):
-    """Coordinator, last of all: what came of it."""
+    """Coordinator, last of all: what came of it, and the rate of this node's best link."""
 
     healthy: bool
     findings: tuple[PreflightFinding, ...]
+    bytes_per_s: float = 0.0
 
 
 class Tested(_Message, frozen=True, tag="tested"):
@@ -182,6 +185,7 @@ def take_part(
             while True:
                 order, _ = wire.receive(_ORDER, patience_s)
                 if isinstance(order, PreflightOutcome):
+                    keep_measured(order.bytes_per_s, member.folder)
                     return order
                 wire.send(_done(order, member, secret))
     finally:
@@ -379,8 +383,11 @@ def coordinate(
     try:
         check = _Check(gathered, plan, tell, time.monotonic() - started)
         found = check.run()
-        outcome = PreflightOutcome(found.healthy, found.findings[:_MOST_SHOWN])
-        for node in check.live():
+        usual = rates(found.probes, plan.probe_bytes)
+        for number, node in check.live():
+            outcome = PreflightOutcome(
+                found.healthy, found.findings[:_MOST_SHOWN], usual.get(number, 0.0)
+            )
             with contextlib.suppress(CkptdError):  # a node that is gone needs no answer
                 node.wire.send(outcome)
         return found
@@ -457,9 +464,9 @@ class _Check:
         self._seconds = {"gather": gather_s}
         self._probes: list[PairProbe] = []
 
-    def live(self) -> list[_Connected]:
-        """Return the nodes that still answer."""
-        return [node for node in self._nodes if not node.lost]
+    def live(self) -> list[tuple[int, _Connected]]:
+        """Return the nodes that still answer, with their numbers."""
+        return [(number, node) for number, node in enumerate(self._nodes) if not node.lost]
 
     def run(self) -> Preflight:
         """Run all stages."""

@@ -52,9 +52,9 @@ def test_status_and_orders(tmp_path: Path) -> None:
 
 
 def test_why_explains_the_layout_and_a_later_controller_knows_it(tmp_path: Path) -> None:
+    sets = [f"--set={name}" for name in ("gather_s=1", "patience_s=1", "grow_s=600")]
     options = ("--nodes", "1:3", "--slots", "2", "--layout", "pp=1,dp=6", "--pp", "2")
-    options += ("--set", "gather_s=1", "--set", "patience_s=1")
-    with controlled(tmp_path, *options, "--set", "grow_s=600") as c, pretended(3, c.seat):
+    with controlled(tmp_path, *options, *sets) as c, pretended(3, c.seat):
         with c.operator() as operator:
             status_when(operator, lambda s: s.state == "running" and s.world == 3)
         assert ctl(c, "exclude", "n1", "--wait", "--reason", "a new fan").returncode == 0

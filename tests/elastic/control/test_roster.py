@@ -55,6 +55,18 @@ def test_a_slot_that_is_out_of_use_is_told_once_and_shown() -> None:
     assert (found.nodes[0].slots, found.nodes[0].sick) == (2, ())
 
 
+def test_a_lost_node_is_replaced_by_one_whose_links_are_as_fast() -> None:
+    speeds = {"a": 50, "b": 50, "c": 50, "d": 6, "e": 47}
+    d = Driver("abcde", gather_s=1.0)
+    for name, speed in speeds.items():
+        d.hear(msgspec.structs.replace(d.said(name), card_bytes_per_s=speed * 10**9))
+    d.hear(Progress(generation=1, step=1))
+    assert d.machine.members == {"a", "b", "c"}
+    d.hear(NodeLost(node="a"))
+    d.all_fenced("b", "c")
+    assert d.machine.members == {"b", "c", "e"}
+
+
 def test_a_lost_node_is_replaced_from_its_own_rack() -> None:
     d = Driver("abcde", gather_s=1.0)
     for name, rack in {"a": "r1", "b": "r1", "c": "r1", "d": "r2", "e": "r1"}.items():

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from ckptd.base.net.connection import Connection, greet_server
+from ckptd.elastic.linkspeed import measured
 from ckptd.errors import CkptdError, DeadlineError, StoreError
 from ckptd.monitor.agent import preflight
 from ckptd.monitor.agent.preflight import (
@@ -30,7 +31,7 @@ from ckptd.monitor.agent.preflight import (
     coordinate,
     take_part,
 )
-from ckptd.monitor.preflight import PairProbe
+from ckptd.monitor.preflight import PairProbe, rates
 from tests.monitor.test_preflight_machines import GOOD
 
 SECRET = b"0123456789abcdef"
@@ -87,14 +88,32 @@ def failures(found: Preflight) -> list[tuple[str, str]]:
 
 
 def test_all_come_and_learn_what_came_of_it(listener: socket.socket, tmp_path: Path) -> None:
-    parts = [node(tmp_path, f"n{k}", k) for k in range(3)]
-    found, results = check(listener, parts, PreflightPlan(nodes=3, wait_s=END_S, probe_bytes=1000))
+    folders = [tmp_path / f"{k}" for k in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    parts = [node(folder, f"n{k}", k) for k, folder in enumerate(folders)]
+    found, results = check(listener, parts, PreflightPlan(nodes=3, wait_s=END_S, probe_bytes=50000))
     assert found.nodes == ("n0", "n1", "n2")
     assert failures(found) == []
     assert set(found.machines) == set(found.skews_s) == {"n0", "n1", "n2"}
     assert (found.links.pairs, found.links.of) == (3, 3)
     assert set(found.seconds) == {"gather", "test", "probe", "confirm"}
-    assert results == [PreflightOutcome(found.healthy, found.findings)] * 3
+    best = rates(found.probes, 50000)
+    assert results == [PreflightOutcome(found.healthy, found.findings, best[k]) for k in range(3)]
+    assert [measured(folder) for folder in folders] == [int(best[k]) for k in range(3)]
+
+
+def test_a_slow_peer_makes_no_node_slow() -> None:
+    probes = [
+        PairProbe(source=source, to=to, latency_s=1e-5, out_s=out_s, in_s=in_s)
+        for source, to, out_s, in_s in (
+            (0, 1, 1.0, 2.0),
+            (1, 2, 10.0, 1.0),
+            (0, 3, math.inf, math.inf),
+            (0, 4, 0.0, 0.0),
+        )
+    ]
+    assert rates(probes, 100) == {0: 50.0, 1: 50.0, 2: 10.0, 3: 0.0}
 
 
 def test_nobody_comes(listener: socket.socket) -> None:
