@@ -241,11 +241,10 @@ class Pages:
         number = _SYSCALL.get(os.uname().machine)
         if number is None:
             raise OSError("the system call is unknown on this machine")
-        libc = ctypes.CDLL(None, use_errno=True)
         self._lock = threading.RLock()
         self._beginning = False
         self._counts: weakref.WeakSet[Count] = weakref.WeakSet()
-        self._fault = libc.syscall(number, os.O_CLOEXEC | _USER_MODE_ONLY)
+        self._fault = _libc.syscall(number, os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
             raise OSError(ctypes.get_errno(), "userfaultfd")
         self._map = -1

@@ -24,10 +24,10 @@ import msgspec
 
 from ckptd.base.net.address import Address, any_address, is_here, is_loopback, parse_address
 from ckptd.base.runtime.host import loopback
+from ckptd.base.runtime.parent import ends_with_parent
 from ckptd.decoding import ANYTHING
 from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodestate import NO_ORDER
-from ckptd.elastic.launchers.zygotewire import ends_with_parent
 from ckptd.elastic.leader import LeaderView, stand_in_pause_s
 from ckptd.elastic.places import JobPlaces
 from ckptd.errors import (

@@ -1,23 +1,12 @@
-"""Messages between launcher and zygote: fork, reap, ready, forked, exited; how both end others."""
+"""Messages between launcher and zygote: fork, reap, ready, forked, exited."""
 
 from __future__ import annotations
 
-import ctypes
-import signal
 from typing import Literal
 
 import msgspec
 
 from ckptd.decoding import msgpack_decoder
-
-_PR_SET_PDEATHSIG = 1
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # loaded before any fork
-
-
-def ends_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends."""
-    if _prctl is not None:  # Linux
-        _prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):

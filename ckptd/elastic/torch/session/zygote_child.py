@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from ckptd.base.runtime.host import mapped_files
+from ckptd.base.runtime.parent import ends_with_parent
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.exitreport import first_to_say, note_end
-from ckptd.elastic.launchers.zygotewire import Fork, ends_with_parent
+from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.messages import LEASE_VARIABLE
 from ckptd.parts import part
 
