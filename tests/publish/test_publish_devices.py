@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from ckptd.base.grids.block import Block
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import UsageError
 from ckptd.publish.carrier import WeightCarrier
-from ckptd.publish.torch.devices import CudaSharing, DeviceCarrier
+from ckptd.publish.torch.devices import CudaSharing, DeviceCarrier, _Block, _NearVersion
 from ckptd.reshard.live.memory import TensorMemory
 from ckptd.reshard.torch.relayout import TorchMemory
 from ckptd.testing.carrier import CarrierContract
@@ -244,3 +245,22 @@ def test_a_device_that_shares_nothing_is_an_error_with_what_to_do() -> None:
         assert "CUDA is not available" in str(caught.value.found)
     finally:
         slot.close()
+
+
+class _Failing:
+    """Memory whose device fails when it is asked for."""
+
+    def __getitem__(self, _: object) -> _Failing:
+        return self
+
+    def cpu(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_block_whose_device_fails_is_left_for_the_slot(caplog: pytest.LogCaptureFixture) -> None:
+    mapped: Any = SimpleNamespace(number=1, data=None, card=b"card", intact=True)
+    memory: Any = _Failing()
+    version = _NearVersion(mapped, _Block(memory, 1), lambda: True)
+    assert not version.near_intact
+    assert version.intact
+    assert "illegal memory access" in caplog.text

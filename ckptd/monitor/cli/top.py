@@ -114,7 +114,7 @@ def _live(
     looked = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            rows = console.height - _MARGIN - 3 * len(known.incidents) - bool(known.versions)
+            rows = console.height - _MARGIN - 3 * len(known.incidents) - 2 * bool(known.versions)
             drawn = screen(
                 known.job,
                 known.ranks,

@@ -299,7 +299,11 @@ class _NearVersion(HostVersion):
     @property
     def near_intact(self) -> bool:
         """See `ckptd.publish.link.VersionMemory`."""
-        self._block.memory[:1].cpu()  # behind what was copied
+        try:
+            self._block.memory[:1].cpu()  # behind what was copied
+        except RuntimeError as error:
+            _log.warning("weights come through the host: a publisher's device memory: %s", error)
+            return False
         return self._mapped.intact and self._mapped.card == self._card and self._alive()
 
     def near(self, place: PublishedTensor, spans: Iterable[tuple[int, int]]) -> NearMemory | None:
