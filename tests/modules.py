@@ -8,6 +8,7 @@ why.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 from _pytest.config import _prepareconfig
 from _pytest.pathlib import ImportMode, import_path
+
+_MOST_S = 240
+"""Seconds after which the kernel ends the process that helps, which is waited for."""
 
 
 def _import(root: Path, paths: Iterable[Path]) -> None:
@@ -40,6 +44,7 @@ def _import_all(folder: Path) -> None:
         paths = sorted({*folder.rglob("conftest.py"), *folder.rglob("test_*.py")})
         # Another core writes every second one's compiled form meanwhile, where there is none yet.
         if (pid := os.fork()) == 0:
+            signal.alarm(_MOST_S)
             try:
                 _import(config.rootpath, paths[1::2])
             except BaseException:  # noqa: BLE001 - nothing else of this process may run
