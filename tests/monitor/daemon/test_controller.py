@@ -121,6 +121,7 @@ def test_orders_reach_the_controller_and_what_it_does_is_told(tmp_path: Path) ->
         answer = order(daemon, {"kind": "restart", "reason": "for a test"})
         assert (answer.status, answer.document["ok"]) == (200, True)
         until(lambda: state(daemon)[0] == "running" and state(daemon)[1] > first)
+        until(lambda: elastic(daemon)["status"]["recoveries"], "no recovery is told")
         assert "for a test" in elastic(daemon)["status"]["recoveries"][-1]["cause"]
         until(lambda: samples(daemon).get("ckptd_elastic_recoveries_total"), "not counted")
         metrics = samples(daemon)
