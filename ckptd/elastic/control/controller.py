@@ -219,7 +219,8 @@ class Controller:
         """See `Listener`."""
         if peer.role == "agent":
             node = self._nodes.get(peer.name)
-            if node is not None and node.peer is peer:
+            # Behind its goodbye a launcher beats once more: it would be waited for until silent.
+            if node is not None and node.peer is peer and not node.left:
                 self._of_node(node, message)
         else:
             self._of_operator(peer, message)

@@ -194,6 +194,26 @@ def test_a_node_that_left_and_came_again_at_once_is_heard(tmp_path: Path) -> Non
     asyncio.run(case())
 
 
+def test_a_beat_behind_a_goodbye_brings_no_node_back(tmp_path: Path) -> None:
+    """The others would wait until it is silent: 5 s for each node that is pre-empted."""
+
+    async def case() -> None:
+        made = Made(tmp_path)
+        peer, up = await made.first()
+        made.trains("b")
+        left = Left(node="a")
+        before = made.waiting
+        made.controller.received(peer, Envelope(event=left, number=1))
+        last = msgspec.structs.replace(up, running=0, fenced=1)
+        made.controller.received(peer, Beat(number=2, up=last))
+        assert made.waiting == [*before, left]
+        await made.controller._handle(left)
+        made.controller.received(peer, Beat(number=3, up=last))
+        assert not made.machine.nodes["a"].up
+
+    asyncio.run(case())
+
+
 def test_a_status_that_is_too_large_costs_only_who_watches(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
