@@ -401,8 +401,8 @@ class ControllerSupervisor:
         if self._outlook.looked and not may and not self._cut:
             self._cut = True
             self._say(
-                "the controller is alive and other nodes reach it, but this node does not; this "
-                "node starts a new controller only if more nodes have lost it than still reach it"
+                "this node does not reach the controller, which left a sign of life just now; it "
+                "starts another when the signs end, or when more nodes have lost it than reach it"
             )
         return may
 

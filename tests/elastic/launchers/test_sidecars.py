@@ -260,7 +260,7 @@ def test_a_launcher_whose_controller_gave_way_takes_the_place_back_no_more(
     def cut_off() -> bool:
         other.leave(hears=3, knows=4)
         supervisor.turn(9.0, 3)
-        return len(started.processes) > 1 or "other nodes reach it" in said[-1]
+        return len(started.processes) > 1 or "left a sign of life" in said[-1]
 
     try:
         until(lambda: supervisor.turn(math.inf, NO_ORDER))
