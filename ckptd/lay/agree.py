@@ -8,7 +8,7 @@ from ckptd.errors import MismatchError
 from ckptd.lay.boxes import Line, Sequence, sequence
 from ckptd.lay.resolve import Axes, Bound, ValueScope
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Atom, Dim, Product
+from ckptd.lay.syntax.tree import Atom, Dim, Product
 
 
 def agreed(source: Bound, target: Bound) -> tuple[StoredForm, StoredForm]:

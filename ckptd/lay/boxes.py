@@ -16,7 +16,7 @@ import numpy as np
 from ckptd.base.grids.grid import MAX_EXTENT
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import MAX_DEPTH, Tags, ValueScope, assigned_runs, evaluate, part
-from ckptd.lay.syntax import Assigned, Atom, Dim, One, Pad, Product, Split, Sum
+from ckptd.lay.syntax.tree import Assigned, Atom, Dim, One, Pad, Product, Split, Sum
 
 _MAX_WAYS = 4096
 """Most combinations of tags of one dimension: products of sums multiply them."""

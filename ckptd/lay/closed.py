@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptd.lay.resolve import Bound
-from ckptd.lay.syntax import Let, Number
+from ckptd.lay.syntax.tree import Let, Number
 
 
 def found_sizes(bound: Bound) -> tuple[Let, ...]:

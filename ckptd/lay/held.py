@@ -19,7 +19,7 @@ from ckptd.base.grids.grid import Axis
 from ckptd.errors import UsageError
 from ckptd.lay.boxes import padded, sequence
 from ckptd.lay.resolve import Ints, ValueScope, assigned_runs, parts
-from ckptd.lay.syntax import Assigned, Dim, Pad, Product, Split, Sum
+from ckptd.lay.syntax.tree import Assigned, Dim, Pad, Product, Split, Sum
 
 _MAX_SEGMENTS = 2**24
 

@@ -13,7 +13,8 @@ import numpy as np
 from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.held import held
 from ckptd.lay.resolve import Resolved, ValueScope, stage_parts
-from ckptd.lay.syntax import Assigned, Atom, Dim, Glob, Name, NameIndex, Split, Text, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import Assigned, Atom, Dim, Glob, Name, NameIndex, Split, Text
 
 BUFFER = "buffer"
 """Index in the name of buffers that represents the number of a buffer on its rank."""

@@ -28,7 +28,7 @@ from ckptd.lay.regions import BufferParts, box_parts
 from ckptd.lay.resolve import Ints
 from ckptd.lay.ruleform import RuleForm, Who
 from ckptd.lay.stored import StoredForm, local_cells
-from ckptd.lay.syntax import Average
+from ckptd.lay.syntax.tree import Average
 from ckptd.lay.values import Values
 from ckptd.types import Box
 

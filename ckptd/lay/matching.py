@@ -17,7 +17,7 @@ from functools import cached_property
 from ckptd.errors import UsageError
 from ckptd.lay.indexes import IndexCut
 from ckptd.lay.resolve import Equation, Lookup, Numbers, Resolved, found_regex
-from ckptd.lay.syntax import Flat, Glob, Name, NameIndex, NamePart, On, Quantized, Text, join
+from ckptd.lay.syntax.tree import Flat, Glob, Name, NameIndex, NamePart, On, Quantized, Text, join
 
 _NUMBERS = re.compile("[0-9]+")
 _MAX_COMPARED = 20_000_000

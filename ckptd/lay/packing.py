@@ -16,7 +16,7 @@ from ckptd.lay.indexes import IndexCut, index_cut
 from ckptd.lay.places import apart
 from ckptd.lay.resolve import Ints, MeshShape, Resolved, ValueScope, evaluate, found_regex, parts
 from ckptd.lay.ruleform import RuleForm
-from ckptd.lay.syntax import Flat, NameIndex
+from ckptd.lay.syntax.tree import Flat, NameIndex
 
 _Tensor = tuple[int, tuple[int, ...]]
 """Number of the rule, indexes in the name."""

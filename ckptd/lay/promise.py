@@ -8,19 +8,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from ckptd.lay.resolve import Equation, Resolved
-from ckptd.lay.syntax import (
-    Affine,
-    Average,
-    Cast,
-    Dim,
-    Drop,
-    Pad,
-    Product,
-    Quantized,
-    Replicas,
-    Split,
-    Sum,
-)
+from ckptd.lay.syntax import tree
 
 Promise: TypeAlias = Literal["exact", "exact up to fill", "choice", "lossy"]
 
@@ -44,13 +32,13 @@ def promise(equation: Equation, dtype: str | None = None) -> Promise:
     found: list[Promise] = ["exact"]
     for modifier in equation.modifiers:
         match modifier:
-            case Average() | Quantized() | Drop():
+            case tree.Average() | tree.Quantized() | tree.Drop():
                 found.append("lossy")
-            case Affine(scale=scale, shift=shift) if (scale, shift) != (1.0, 0.0):
+            case tree.Affine(scale=scale, shift=shift) if (scale, shift) != (1.0, 0.0):
                 found.append("lossy")
-            case Cast(dtype=to) if dtype is None or not _widens(dtype, to):
+            case tree.Cast(dtype=to) if dtype is None or not _widens(dtype, to):
                 found.append("lossy")
-            case Replicas(kind="any"):
+            case tree.Replicas(kind="any"):
                 found.append("choice")
     if any(map(_pads, equation.dims)):
         found.append("exact up to fill")
@@ -92,14 +80,14 @@ def _widens(source: str, target: str) -> bool:
     return False
 
 
-def _pads(dim: Dim) -> bool:
+def _pads(dim: tree.Dim) -> bool:
     match dim:
-        case Pad():
+        case tree.Pad():
             return True
-        case Split():
+        case tree.Split():
             return _pads(dim.inner)
-        case Product():
+        case tree.Product():
             return any(map(_pads, dim.parts))
-        case Sum():
+        case tree.Sum():
             return any(_pads(b.dim) for b in dim.branches)
     return False

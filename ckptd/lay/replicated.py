@@ -27,7 +27,7 @@ from ckptd.lay.places import free_ranges
 from ckptd.lay.resolve import Ints
 from ckptd.lay.ruleform import RuleForm, Who
 from ckptd.lay.stored import StoredForm, TensorKey, local_cells
-from ckptd.lay.syntax import Average, Replicas
+from ckptd.lay.syntax.tree import Average, Replicas
 from ckptd.types import Box
 
 _KEPT = 1_000_000

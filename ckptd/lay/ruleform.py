@@ -22,7 +22,7 @@ from ckptd.lay.indexes import IndexCut, index_cut, write_name
 from ckptd.lay.matching import stored_name
 from ckptd.lay.places import MeshPositions, apart
 from ckptd.lay.resolve import Equation, Ints, MeshShape, Resolved, Tags, ValueScope
-from ckptd.lay.syntax import Name, NameIndex, On
+from ckptd.lay.syntax.tree import Name, NameIndex, On
 
 Who = tuple[int, ...]
 """For each dimension, the number of a rank's combination of coordinates on its split axes."""

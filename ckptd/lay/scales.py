@@ -10,7 +10,7 @@ from ckptd.errors import MismatchError
 from ckptd.lay.resolve import Equation
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.stored import StoredForm, StoredTensor
-from ckptd.lay.syntax import Name, NameIndex, NamePart, Quantized, Text, join
+from ckptd.lay.syntax.tree import Name, NameIndex, NamePart, Quantized, Text, join
 
 HALF_BYTE = "float4_e2m1fn"
 """Quantized values of this type are two in a byte: of the last dimension, the first one low."""

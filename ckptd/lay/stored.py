@@ -25,7 +25,7 @@ from ckptd.lay.indexes import BUFFER, write_name
 from ckptd.lay.packing import Packing
 from ckptd.lay.resolve import Bound, Ints, MeshShape, ValueScope, scope_of
 from ckptd.lay.ruleform import RuleForm
-from ckptd.lay.syntax import Alias, Dim, NameIndex
+from ckptd.lay.syntax.tree import Alias, Dim, NameIndex
 from ckptd.types import Box
 
 TensorKey = tuple[int, tuple[int, ...], str]

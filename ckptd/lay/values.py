@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import Equation
-from ckptd.lay.syntax import Affine, Average, Cast, Modifier, Quantized, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import Affine, Average, Cast, Modifier, Quantized
 
 _POWERS = {
     1: ("master", "master_param", "master_weight", "fp32", "fp32_param"),

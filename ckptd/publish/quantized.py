@@ -23,7 +23,7 @@ from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.local import BoundTensor
 from ckptd.lay.scales import local_scales, quantized_as
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Affine, Quantized
+from ckptd.lay.syntax.tree import Affine, Quantized
 from ckptd.lay.values import Values
 from ckptd.publish.messages import TileSteps
 from ckptd.publish.tiles import along_axes, quantize_tiles, tile_cuts, tile_maxima, tiles_of

@@ -21,7 +21,7 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.lay.promise import PROMISES, Promise, promise
 from ckptd.lay.resolve import Equation
 from ckptd.lay.scales import HALF_BYTE
-from ckptd.lay.syntax import Affine, Cast, Modifier, Quantized
+from ckptd.lay.syntax.tree import Affine, Cast, Modifier, Quantized
 from ckptd.lay.values import Values
 from ckptd.types import Box, DType, dtype_of
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
 from ckptd.lay.ruleform import RuleForm
-from ckptd.lay.syntax import Assigned, Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
+from ckptd.lay.syntax.tree import Assigned, Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
 I64 = NDArray[np.int64]
 At = Mapping[str, int] | None

@@ -26,39 +26,7 @@ from ckptd.lay.regions import box_parts
 from ckptd.lay.resolve import Bound, Resolved, is_recipe, resolve
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.stored import StoredForm, TensorKey
-from ckptd.lay.syntax import (
-    Arithmetic,
-    Atom,
-    Drop,
-    File,
-    Files,
-    Flat,
-    FollowedState,
-    Layout,
-    Let,
-    Mesh,
-    Name,
-    NameIndex,
-    NamePart,
-    Number,
-    Object,
-    Pipe,
-    Reshard,
-    Rule,
-    Scalar,
-    Size,
-    Space,
-    SpaceTensor,
-    Statement,
-    Stored,
-    Text,
-    Use,
-    join,
-    library,
-    parse,
-    parse_statement,
-    show,
-)
+from ckptd.lay.syntax import library, parse, parse_statement, show, tree
 from ckptd.reshard.elements import find
 from ckptd.reshard.groups import groups_name, params_of, settings_above
 from ckptd.types import Box
@@ -222,7 +190,7 @@ def _said(reading: _Reading | None, rule: RuleForm) -> str:
     return f"{'padding' if reading is None else reading}, by {place}{text}"
 
 
-Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
+Item: TypeAlias = tree.Mesh | tree.Let | tree.Space | tree.Layout | tree.Reshard | tree.Use
 
 MAX_BYTES = 1 << 20
 _END = ".lay"
@@ -246,7 +214,7 @@ class LayoutProgram:
         speak of stays as it is.
     """
 
-    file: File
+    file: tree.File
     layout: str
     own: bool = False
 
@@ -265,17 +233,17 @@ class LayoutProgram:
 
     def closed(self, bound: Bound) -> LayoutProgram:
         """Return the program with every size that was found for it: so it is kept."""
-        return replace(self, file=File((*found_sizes(bound), *self.file.items)))
+        return replace(self, file=tree.File((*found_sizes(bound), *self.file.items)))
 
     @property
     def is_recipe(self) -> bool:
         """Whether the layout says how things are cut and names no tensor."""
         return is_recipe(self._layout(), lambda use: self._used(use.name))
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> tree.Layout:
         return self._used(self.layout)
 
-    def _used(self, name: str) -> Layout:
+    def _used(self, name: str) -> tree.Layout:
         return _named(self.file, name) or _shipped_layout(name)
 
     def with_sizes(self, rules: Sequence[str]) -> LayoutProgram:
@@ -299,7 +267,7 @@ class LayoutProgram:
             ``lay-syntax``: one of them is not Lay.
         """
         items: list[Item] = []
-        statements: list[Statement] = []
+        statements: list[tree.Statement] = []
         for number, text in enumerate(rules, 1):
             where = f"-e #{number}"
             if _BESIDE.match(text):
@@ -309,23 +277,23 @@ class LayoutProgram:
         kept: list[Item] = [i for i in self.file.items if not _replaced(i, items)]
         items += kept
         if not statements:
-            return replace(self, file=File(tuple(items)))
+            return replace(self, file=tree.File(tuple(items)))
         old = self._layout()
         if old not in items:
             items += _companions(self.layout, items)
         items = [i for i in items if i is not old and i != old]
         recipe = self.is_recipe
         inner = f"{old.name}.{_GIVEN}"
-        while any(isinstance(i, Layout) and i.name == inner for i in items):
+        while any(isinstance(i, tree.Layout) and i.name == inner for i in items):
             inner += f".{_GIVEN}"
         return replace(
-            self, file=File((*items, *_overridden(old, statements, inner, recipe=recipe)))
+            self, file=tree.File((*items, *_overridden(old, statements, inner, recipe=recipe)))
         )
 
 
 def _overridden(
-    old: Layout, statements: Sequence[Statement], name: str, *, recipe: bool
-) -> tuple[Layout, ...]:
+    old: tree.Layout, statements: Sequence[tree.Statement], name: str, *, recipe: bool
+) -> tuple[tree.Layout, ...]:
     """Return a layout with further statements, which go before its own.
 
     Rules override those of a layout that is used, so the old rules move to a layout of their own.
@@ -334,12 +302,14 @@ def _overridden(
         return (replace(old, statements=(*statements, *old.statements)),)
     inner = replace(old, name=name)
     # What a layout says besides its rules is not taken over by those that use it.
-    besides = [s for s in old.statements if isinstance(s, Flat | Pipe | Object | Files)]
-    return inner, replace(old, statements=(*statements, Use(inner.name), *besides))
+    besides = [
+        s for s in old.statements if isinstance(s, tree.Flat | tree.Pipe | tree.Object | tree.Files)
+    ]
+    return inner, replace(old, statements=(*statements, tree.Use(inner.name), *besides))
 
 
 def _replaced(item: object, by: Iterable[object]) -> bool:
-    kinds = (Mesh, Let, Space)
+    kinds = (tree.Mesh, tree.Let, tree.Space)
     return any(
         isinstance(item, kind) and isinstance(b, kind) and item.name == b.name
         for b in by
@@ -350,7 +320,9 @@ def _replaced(item: object, by: Iterable[object]) -> bool:
 
 def _is_size(item: object) -> bool:
     """Tell a size from a refinement: ``let hd = 128`` and ``let hd = (two half)`` are both true."""
-    return isinstance(item, Let) and isinstance(item.value, Number | Arithmetic | Size)
+    return isinstance(item, tree.Let) and isinstance(
+        item.value, tree.Number | tree.Arithmetic | tree.Size
+    )
 
 
 def _fixes_size(rule: str) -> bool:
@@ -361,7 +333,7 @@ def _is_drop(rule: str) -> bool:
     if _BESIDE.match(rule):
         return False
     said = parse_statement(rule, rule)
-    return isinstance(said, Rule) and any(isinstance(m, Drop) for m in said.modifiers)
+    return isinstance(said, tree.Rule) and any(isinstance(m, tree.Drop) for m in said.modifiers)
 
 
 def other_sizes(kept: LayoutProgram, used: LayoutProgram) -> list[str]:
@@ -374,8 +346,8 @@ def other_sizes(kept: LayoutProgram, used: LayoutProgram) -> list[str]:
     used
         The same with statements put in.
     """
-    mine = {i.name: i for i in used.file.items if isinstance(i, Let) and _is_size(i)}
-    old = [i for i in kept.file.items if isinstance(i, Let) and _is_size(i)]
+    mine = {i.name: i for i in used.file.items if isinstance(i, tree.Let) and _is_size(i)}
+    old = [i for i in kept.file.items if isinstance(i, tree.Let) and _is_size(i)]
     return [
         f"{show(mine[let.name])} in place of the kept {show(let)}"
         for let in old
@@ -383,18 +355,24 @@ def other_sizes(kept: LayoutProgram, used: LayoutProgram) -> list[str]:
     ]
 
 
-def _companions(layout: str, have: Sequence[object]) -> list[Mesh | Let | Space | Use]:
+def _companions(
+    layout: str, have: Sequence[object]
+) -> list[tree.Mesh | tree.Let | tree.Space | tree.Use]:
     """Return what a shipped layout has beside it, where the program does not have it."""
-    found = [i for i in library.load(layout).items if isinstance(i, Mesh | Let | Space | Use)]
+    found = [
+        i
+        for i in library.load(layout).items
+        if isinstance(i, tree.Mesh | tree.Let | tree.Space | tree.Use)
+    ]
     return [i for i in found if i not in have and not _replaced(i, have)]
 
 
-def _named(file: File, name: str) -> Layout | None:
-    return next((i for i in file.items if isinstance(i, Layout) and i.name == name), None)
+def _named(file: tree.File, name: str) -> tree.Layout | None:
+    return next((i for i in file.items if isinstance(i, tree.Layout) and i.name == name), None)
 
 
-def _shipped_layout(name: str) -> Layout:
-    layouts = [i for i in library.load(name).items if isinstance(i, Layout)]
+def _shipped_layout(name: str) -> tree.Layout:
+    layouts = [i for i in library.load(name).items if isinstance(i, tree.Layout)]
     return next((i for i in layouts if i.name == name), layouts[0])
 
 
@@ -404,26 +382,26 @@ def wrapped(recipe: LayoutProgram, base: LayoutProgram) -> LayoutProgram:
     It keeps what it needs of both: meshes of the recipe, layouts and spaces of the base.
     """
     old = recipe._layout()
-    new = Layout(
-        f"{recipe.layout}.{base.layout}", "", old.meshes, (Use(base.layout), *old.statements)
+    new = tree.Layout(
+        f"{recipe.layout}.{base.layout}", "", old.meshes, (tree.Use(base.layout), *old.statements)
     )
     needed = _reachable(base.file, base.layout)
     parts = _reachable(recipe.file, recipe.layout) - {recipe.layout}
     items: list[Item] = [
         i
         for i in recipe.file.items
-        if (not isinstance(i, Layout) or i.name in parts) and not isinstance(i, Reshard)
+        if (not isinstance(i, tree.Layout) or i.name in parts) and not isinstance(i, tree.Reshard)
     ]
     items += _own_companions(recipe, items)
     for item in base.file.items:
-        is_other = isinstance(item, Layout) and item.name not in needed
-        if is_other or isinstance(item, Mesh | Reshard) or _replaced(item, items):
+        is_other = isinstance(item, tree.Layout) and item.name not in needed
+        if is_other or isinstance(item, tree.Mesh | tree.Reshard) or _replaced(item, items):
             continue
         items.append(item)
-    return LayoutProgram(File((*items, new)), new.name)
+    return LayoutProgram(tree.File((*items, new)), new.name)
 
 
-def _reachable(file: File, layout: str) -> set[str]:
+def _reachable(file: tree.File, layout: str) -> set[str]:
     """Return the names of a layout and of all that it uses."""
     found: set[str] = set()
     todo = [layout]
@@ -432,19 +410,19 @@ def _reachable(file: File, layout: str) -> set[str]:
         known = _named(file, name)
         if name not in found and known is not None:
             found.add(name)
-            todo += [s.name for s in known.statements if isinstance(s, Use)]
+            todo += [s.name for s in known.statements if isinstance(s, tree.Use)]
     return found
 
 
 def _own_companions(
     program: LayoutProgram, have: Sequence[object]
-) -> list[Mesh | Let | Space | Use]:
+) -> list[tree.Mesh | tree.Let | tree.Space | tree.Use]:
     if _named(program.file, program.layout) is not None:
         return []
     return _companions(program.layout, have)
 
 
-def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> LayoutProgram:
+def read_program(spec: str, side: str, choose: Callable[[tree.Reshard], str]) -> LayoutProgram:
     """Read what a user names.
 
     Parameters
@@ -482,16 +460,16 @@ def read_file(spec: str) -> tuple[LayoutProgram, str]:
         path, name = spec, ""
     if not path.endswith(_END):
         library.load(spec)
-        return LayoutProgram(File(()), spec), spec
+        return LayoutProgram(tree.File(()), spec), spec
     return LayoutProgram(_parse(path), name), name
 
 
-def layout_names(file: File) -> list[str]:
+def layout_names(file: tree.File) -> list[str]:
     """Return the names of all layouts of a program, in order."""
-    return [i.name for i in file.items if isinstance(i, Layout)]
+    return [i.name for i in file.items if isinstance(i, tree.Layout)]
 
 
-def _parse(path: str) -> File:
+def _parse(path: str) -> tree.File:
     try:
         raw = Path(path).read_bytes()
     except FileNotFoundError:
@@ -511,13 +489,15 @@ def _parse(path: str) -> File:
     return parse(text, path)
 
 
-def _the_layout(file: File, path: str, side: str, choose: Callable[[Reshard], str]) -> str:
+def _the_layout(
+    file: tree.File, path: str, side: str, choose: Callable[[tree.Reshard], str]
+) -> str:
     """Return the layout that a program is about."""
-    layouts = [i for i in file.items if isinstance(i, Layout)]
-    runs = {choose(i) for i in file.items if isinstance(i, Reshard)}
+    layouts = [i for i in file.items if isinstance(i, tree.Layout)]
+    runs = {choose(i) for i in file.items if isinstance(i, tree.Reshard)}
     if len(runs) == 1:
         return runs.pop()
-    used = {s.name for i in layouts for s in i.statements if isinstance(s, Use)}
+    used = {s.name for i in layouts for s in i.statements if isinstance(s, tree.Use)}
     names = [i.name for i in layouts if i.name not in used] or [i.name for i in layouts]
     if len(names) != 1:
         raise UsageError(
@@ -586,21 +566,26 @@ def infer(
     families, rules = [], []
     for number, (name, shape) in enumerate(_grouped(params)):
         atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
-        text = "".join(part.text if isinstance(part, Text) else "0" for part in name.parts)
+        text = "".join(part.text if isinstance(part, tree.Text) else "0" for part in name.parts)
         family = _dotted(number, params) if _EMPTY.search(text) else name
-        families.append(SpaceTensor(family, atoms))
-        rules.append(Rule(name, family, tuple(Atom(a) for a in atoms)))
-    space = Space(
+        families.append(tree.SpaceTensor(family, atoms))
+        rules.append(tree.Rule(name, family, tuple(tree.Atom(a) for a in atoms)))
+    space = tree.Space(
         NAME,
         tuple(families),
-        tuple(FollowedState(_SHORT.get(s, s), s) for s in _with_known(found.states, found.scalars)),
-        tuple(Scalar(s) for s in found.scalars),
+        tuple(
+            tree.FollowedState(_SHORT.get(s, s), s)
+            for s in _with_known(found.states, found.scalars)
+        ),
+        tuple(tree.Scalar(s) for s in found.scalars),
     )
-    said = (stored.statement,) if stored.statement != Stored() else ()
-    return LayoutProgram(File((space, Layout(NAME, NAME, (), (*said, *rules)))), NAME, own=True)
+    said = (stored.statement,) if stored.statement != tree.Stored() else ()
+    return LayoutProgram(
+        tree.File((space, tree.Layout(NAME, NAME, (), (*said, *rules)))), NAME, own=True
+    )
 
 
-def _dotted(number: int, params: Iterable[str]) -> Name:
+def _dotted(number: int, params: Iterable[str]) -> tree.Name:
     """Return what to call a logical tensor instead of a name with empty components.
 
     In a space these do not count, so that several names would be one.
@@ -608,14 +593,14 @@ def _dotted(number: int, params: Iterable[str]) -> Name:
     stem = "dotted"
     while any(name.partition(".")[0] == stem for name in params):
         stem += "_"
-    return Name((Text(f"{stem}.{number}"),))
+    return tree.Name((tree.Text(f"{stem}.{number}"),))
 
 
 def _bare(shapes: Mapping[str, Shape], *, has_sections: bool) -> _Spelling:
     """Return how parameters are called where nothing follows them."""
-    model = _Spelling(Stored(_spellings()[0].statement.params))
+    model = _Spelling(tree.Stored(_spellings()[0].statement.params))
     in_model = has_sections and shapes and all(map(model.is_param, shapes))
-    return model if in_model else _Spelling(Stored())
+    return model if in_model else _Spelling(tree.Stored())
 
 
 def moment(names: Iterable[str]) -> str | None:
@@ -627,7 +612,7 @@ def moment(names: Iterable[str]) -> str | None:
 class _Spelling:
     """How a ``stored`` statement names parameters and what follows them."""
 
-    statement: Stored
+    statement: tree.Stored
 
     def is_param(self, name: str) -> bool:
         """Whether a name may be a parameter's."""
@@ -725,7 +710,7 @@ def _of_groups(shapes: Mapping[str, Shape], objects: Sequence[ObjectEntry]) -> l
     before = {n.removesuffix(first) for n in shapes if first and n.endswith(first)}
     sections = {b for b in before if not b or (b.endswith(".") and b.count(".") == 1)}
     sections = sections & {_MODEL} or sections
-    spellings = [_Spelling(Stored(f"{s}{{name}}", template)) for s in sections]
+    spellings = [_Spelling(tree.Stored(f"{s}{{name}}", template)) for s in sections]
     return spellings if len(spellings) == 1 else []
 
 
@@ -733,7 +718,7 @@ def _of_groups(shapes: Mapping[str, Shape], objects: Sequence[ObjectEntry]) -> l
 def _spellings() -> tuple[_Spelling, ...]:
     """Return the spellings that are shipped."""
     names = [n for n in library.names() if n.startswith(_SPELLINGS)]
-    said = (s for n in names for s in _shipped_layout(n).statements if isinstance(s, Stored))
+    said = (s for n in names for s in _shipped_layout(n).statements if isinstance(s, tree.Stored))
     return tuple(_Spelling(s) for s in said if s.names is None)
 
 
@@ -780,7 +765,7 @@ def _following(
     )
 
 
-def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:
+def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[tree.Name, Shape]]:
     """Yield a name pattern for each group of alike tensors."""
     groups = by_key(((_NUMBER.sub("0", name), shape), name) for name, shape in params.items())
     kinds: dict[str, int] = {}
@@ -793,7 +778,7 @@ def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:
             yield _pattern(names[0], _axes(extents, first)), shape
         else:
             for name in names:
-                yield Name((Text(name),)), shape
+                yield tree.Name((tree.Text(name),)), shape
 
 
 def _axes(extents: Sequence[int], first: dict[int, int]) -> list[str]:
@@ -822,11 +807,11 @@ def _extents(names: Sequence[str]) -> list[int] | None:
     return extents if full else None
 
 
-def _pattern(name: str, axes: Sequence[str]) -> Name:
+def _pattern(name: str, axes: Sequence[str]) -> tree.Name:
     """Return a name with an index for each component that is a number."""
-    parts: list[NamePart] = []
+    parts: list[tree.NamePart] = []
     at = 0
     for number, found in enumerate(_NUMBER.finditer(name)):
-        parts += [Text(name[at : found.start()]), NameIndex(axes[number])]
+        parts += [tree.Text(name[at : found.start()]), tree.NameIndex(axes[number])]
         at = found.end()
-    return Name(join([*parts, Text(name[at:])]))
+    return tree.Name(tree.join([*parts, tree.Text(name[at:])]))

@@ -26,7 +26,8 @@ from ckptd.lay.copies import TargetPlan
 from ckptd.lay.promise import PROMISES
 from ckptd.lay.proving import prove
 from ckptd.lay.resolve import Bound, Resolved
-from ckptd.lay.syntax import File, Let, Stored, library, show
+from ckptd.lay.syntax import library, show
+from ckptd.lay.syntax.tree import File, Let, Stored
 from ckptd.reshard.compose import (
     Composed,
     TensorLink,

@@ -36,7 +36,8 @@ from ckptd.lay.replicated import ReplicatedPart, ReplicatedParts
 from ckptd.lay.resolve import MeshShape, Resolved
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
-from ckptd.lay.syntax import Average, NameIndex, Text, show_name
+from ckptd.lay.syntax import show_name
+from ckptd.lay.syntax.tree import Average, NameIndex, Text
 from ckptd.readers.base import Listing
 from ckptd.readers.find import bucket_root, rank_files
 from ckptd.readers.hints import config_hints

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ckptd.lay.bind import bind_sizes
 from ckptd.lay.resolve import Bound, resolve
-from ckptd.lay.syntax import File, Layout, parse
+from ckptd.lay.syntax import parse
+from ckptd.lay.syntax.tree import File, Layout
 
 __all__ = ["CATALOGUE", "Program"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptd.lay.boxes import DimBox, Found
 from ckptd.lay.resolve import ValueScope, evaluate
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     Atom,
     Branch,
     Dim,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ckptd.errors import UsageError
 from ckptd.lay.boxes import DimBox, DimFill, Run, boxes, length
 from ckptd.lay.resolve import ValueScope
-from ckptd.lay.syntax import Atom, Branch, Dim, Number, One, Pad, Product, Split, Sum
+from ckptd.lay.syntax.tree import Atom, Branch, Dim, Number, One, Pad, Product, Split, Sum
 from tests.lay.meaning import dimensions, elements, places, seq
 
 KV, REP, HD, F = Atom("kv"), Atom("rep"), Atom("hd"), Atom("f")

@@ -15,7 +15,8 @@ from ckptd.lay.copies import Copy, compose
 from ckptd.lay.live import LivePlan, Transfers
 from ckptd.lay.promise import PROMISES, Promise, promises
 from ckptd.lay.resolve import Bound, resolve
-from ckptd.lay.syntax import Affine, Average, Cast, Modifier, Quantized, format_text, parse
+from ckptd.lay.syntax import format_text, parse
+from ckptd.lay.syntax.tree import Affine, Average, Cast, Modifier, Quantized
 from tests.lay.agreement.brute import Brute, Numbering, filled, load, save
 from tests.lay.agreement.brute_judge import Judge, apply, piece_of
 from tests.lay.catalogue import CATALOGUE, Program

@@ -9,7 +9,8 @@ from ckptd.lay.copies import Composition, compose
 from ckptd.lay.proving import prove
 from ckptd.lay.resolve import Bound, resolve
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Affine, parse
+from ckptd.lay.syntax import parse
+from ckptd.lay.syntax.tree import Affine
 from tests.lay.agreement.brute_judge import Judge
 from tests.lay.world import bound, execute, local_elements, piece_elements
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from ckptd.lay.boxes import sequence
 from ckptd.lay.held import Held, held, split_axes
 from ckptd.lay.resolve import ValueScope
-from ckptd.lay.syntax import Atom, Branch, Dim, Even, Number, Pad, Split, Sum
+from ckptd.lay.syntax.tree import Atom, Branch, Dim, Even, Number, Pad, Split, Sum
 from tests.lay.meaning import EXTENTS, dimensions, places, seq
 
 SCOPE = ValueScope({"f": 7, "v": 10}, {"tp": 2, "dp": 3})

@@ -7,7 +7,7 @@ import pytest
 
 from ckptd.lay.promise import promise
 from ckptd.lay.resolve import Equation
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     Affine,
     Atom,
     Average,

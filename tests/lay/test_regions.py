@@ -11,7 +11,7 @@ from ckptd.base.grids.grid import strides_of
 from ckptd.lay.boxes import Run, sequence
 from ckptd.lay.regions import BoxPart, BufferParts, box_parts, flat_parts, region
 from ckptd.lay.resolve import ValueScope
-from ckptd.lay.syntax import Atom, Branch, Dim, One, Product, Split, Sum
+from ckptd.lay.syntax.tree import Atom, Branch, Dim, One, Product, Split, Sum
 from ckptd.types import Box
 from tests.lay.meaning import Entry, dimensions, places, seq
 

@@ -12,7 +12,8 @@ from ckptd.errors import CkptdError, MismatchError
 from ckptd.lay.bind import bind_sizes, bind_stored
 from ckptd.lay.resolve import Bound, resolve
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Reshard, load, parse
+from ckptd.lay.syntax import load, parse
+from ckptd.lay.syntax.tree import Reshard
 from ckptd.reshard.elements import find
 from ckptd.reshard.layouts import LayoutComparison, compare, read_text
 from ckptd.store import open_store

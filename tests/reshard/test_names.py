@@ -19,7 +19,8 @@ from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.errors import MismatchError
 from ckptd.lay.bind import bind_stored
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import File, Layout, Stored, library
+from ckptd.lay.syntax import library
+from ckptd.lay.syntax.tree import File, Layout, Stored
 from ckptd.reshard.groups import gathered, groups_name
 from ckptd.reshard.layouts import LayoutProgram, infer, wrapped
 from tests.cli.running import Cli

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from ckptd.errors import CkptdError
 from ckptd.lay.resolve import Bound, MeshShape, Resolved, resolve
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Name, NameIndex, Text, parse
+from ckptd.lay.syntax import parse
+from ckptd.lay.syntax.tree import Name, NameIndex, Text
 from ckptd.reshard.ranks import open_ranks
 from ckptd.store import open_store
 from tests.checkpoint.load.builder import Array

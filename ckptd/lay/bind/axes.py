@@ -18,19 +18,7 @@ from ckptd.lay.bind.sizes import Constraint, Origin, Solution, solve
 from ckptd.lay.held import split_axes
 from ckptd.lay.indexes import IndexCut, index_cut
 from ckptd.lay.resolve import ALL, Equation, Finding, MeshShape, Resolved, ValueScope, stage_parts
-from ckptd.lay.syntax import (
-    Arithmetic,
-    Atom,
-    Dim,
-    Even,
-    NameIndex,
-    Pad,
-    Product,
-    Size,
-    Split,
-    Sum,
-    Value,
-)
+from ckptd.lay.syntax import tree
 
 
 def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, int]) -> Solution:
@@ -63,7 +51,7 @@ def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, in
 
 def _rank_cuts(
     resolved: Resolved, observed: Observed, sizes: Mapping[str, int]
-) -> Mapping[NameIndex, IndexCut]:
+) -> Mapping[tree.NameIndex, IndexCut]:
     """Return how the indexes of rules that have some numbers only are dealt to ranks.
 
     What a local number represents follows from how many there are on all stages before. Those
@@ -73,7 +61,7 @@ def _rank_cuts(
         p
         for equation in resolved.equations
         for p in equation.name.parts
-        if isinstance(p, NameIndex) and p.local and p.axis in equation.only
+        if isinstance(p, tree.NameIndex) and p.local and p.axis in equation.only
     ]
     if not wanted:
         return {}
@@ -187,9 +175,9 @@ def _indexes(observed: Observed, resolved: Resolved, lengths: Lengths) -> Iterat
         some = not held_at_all(observed, resolved, axis, alike).covers(ALL)
         if some or (axis, tuple(a for a, _ in splits)) in piped:
             continue
-        dim: Dim = Atom(axis)
+        dim: tree.Dim = tree.Atom(axis)
         for mesh_axis, how in splits:
-            dim = Split(dim, mesh_axis, how)
+            dim = tree.Split(dim, mesh_axis, how)
         instance = next(iter(by_coordinates.values()))[1]
         origin = _origin(resolved, instance, f"numbers in names ({axis})")
         if any(len(at) < len(splits) for at in by_coordinates):
@@ -226,7 +214,7 @@ def _dims(instance: Instance, resolved: Resolved, lengths: Lengths) -> Iterator[
 
 
 def _lengths(
-    dim: Dim, counts: Mapping[Coordinates, int], lengths: Lengths, origin: Origin
+    dim: tree.Dim, counts: Mapping[Coordinates, int], lengths: Lengths, origin: Origin
 ) -> Iterator[Constraint]:
     """Yield the lengths of a dimension at some coordinates, and their sum if all are known."""
     axes = frozenset(split_axes(dim))
@@ -248,25 +236,25 @@ def _origin(resolved: Resolved, instance: Instance, what: str) -> Origin:
 # --- what is missing ----------------------------------------------------------------------------
 
 
-def _spoken_of(dim: Dim) -> set[str]:
+def _spoken_of(dim: tree.Dim) -> set[str]:
     """Return the sizes that grains and multiples of a dimension speak of."""
     match dim:
-        case Split():
-            grain = _sizes_in(dim.how.grain) if isinstance(dim.how, Even) else set()
+        case tree.Split():
+            grain = _sizes_in(dim.how.grain) if isinstance(dim.how, tree.Even) else set()
             return grain | _spoken_of(dim.inner)
-        case Pad():
+        case tree.Pad():
             return _sizes_in(dim.multiple) | _spoken_of(dim.inner)
-        case Product():
+        case tree.Product():
             return set().union(*map(_spoken_of, dim.parts))
-        case Sum():
+        case tree.Sum():
             return set().union(*(_spoken_of(b.dim) for b in dim.branches))
     return set()
 
 
-def _sizes_in(value: Value) -> set[str]:
-    if isinstance(value, Arithmetic):
+def _sizes_in(value: tree.Value) -> set[str]:
+    if isinstance(value, tree.Arithmetic):
         return _sizes_in(value.left) | _sizes_in(value.right)
-    return {value.name} if isinstance(value, Size) else set()
+    return {value.name} if isinstance(value, tree.Size) else set()
 
 
 def _in_order(names: Iterable[str], equation: Equation) -> list[str]:

@@ -15,7 +15,8 @@ from ckptd.lay.bind.first import numbered
 from ckptd.lay.bind.observed import Coordinates, Instance, Observed
 from ckptd.lay.indexes import IndexCut
 from ckptd.lay.resolve import ALL, NONE, Equation, Finding, Numbers, Resolved
-from ckptd.lay.syntax import Assigned, How, NameIndex, Text, show_name
+from ckptd.lay.syntax import show_name
+from ckptd.lay.syntax.tree import Assigned, How, NameIndex, Text
 
 _MAX_PINNED = 4096
 _MAX_SHOWN = 6

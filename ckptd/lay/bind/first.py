@@ -13,7 +13,7 @@ from itertools import product
 
 from ckptd.lay.matching import alike, stored_name
 from ckptd.lay.resolve import ALL, Equation, Finding, Lookup, Resolved, covers
-from ckptd.lay.syntax import Name, NameIndex, On, Text, join
+from ckptd.lay.syntax.tree import Name, NameIndex, On, Text, join
 
 _MAX_RULES = 4096
 

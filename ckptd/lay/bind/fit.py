@@ -21,22 +21,7 @@ from ckptd.lay.resolve import (
     part,
     paths,
 )
-from ckptd.lay.syntax import (
-    Assigned,
-    Atom,
-    Dim,
-    Even,
-    How,
-    Name,
-    NameIndex,
-    One,
-    Pad,
-    Product,
-    Split,
-    Sum,
-    Widths,
-    show,
-)
+from ckptd.lay.syntax import show, tree
 
 Shape = tuple[int, ...]
 Shapes = Mapping[int, Mapping[Coordinates, SeenTensor]]
@@ -50,12 +35,12 @@ def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:
     mesh = bound.layout.mesh or MeshShape(1, {}, {})
     scope = ValueScope(bound.sizes, mesh.extents, bound.layout.refined)
     piped = {(p.axis, p.splits) for p in bound.layout.pipes}
-    indexes: set[tuple[str, tuple[tuple[str, How], ...]]] = set()
+    indexes: set[tuple[str, tuple[tuple[str, tree.How], ...]]] = set()
     for number, looked_up in enumerate(bound.layout.equations):
         equation = _as_written(looked_up, bound.layout.refined)
         seen = shapes.get(number, {})
         told = False
-        for index in (p for p in equation.name.parts if isinstance(p, NameIndex)):
+        for index in (p for p in equation.name.parts if isinstance(p, tree.NameIndex)):
             key = (index.axis, index.splits)
             # Many rules have the same index: the first one is reported.
             if key not in indexes and (index.axis, tuple(a for a, _ in key[1])) not in piped:
@@ -85,24 +70,26 @@ def with_fits(findings: Sequence[Finding], fits: Sequence[Finding]) -> list[Find
     return [*fits, *left]
 
 
-def _as_written(equation: Equation, refined: Mapping[str, Dim]) -> Equation:
+def _as_written(equation: Equation, refined: Mapping[str, tree.Dim]) -> Equation:
     """Return a rule with the names of refined atoms, as people write it."""
     dims = equation.dims
     for name, parts in refined.items():
-        dims = tuple(put(d, parts, Atom(name)) for d in dims)
+        dims = tuple(put(d, parts, tree.Atom(name)) for d in dims)
     return replace(equation, dims=dims)
 
 
-def _index(equation: Equation, index: NameIndex, scope: ValueScope) -> Iterator[Finding]:
+def _index(equation: Equation, index: tree.NameIndex, scope: ValueScope) -> Iterator[Finding]:
     """Yield what is wrong with the splits of an index in a name."""
-    dim: Dim = Atom(index.axis)
+    dim: tree.Dim = tree.Atom(index.axis)
     for axis, how in index.splits:
-        dim = Split(dim, axis, how)
+        dim = tree.Split(dim, axis, how)
     for finding in _splits(equation, -1, dim, scope, {}):
         notes = finding.notes
         if finding.code == "indivisible":
-            uneven = tuple((a, Even("ceil") if isinstance(h, Even) else h) for a, h in index.splits)
-            cut = show(Name((replace(index, splits=uneven),)))
+            uneven = tuple(
+                (a, tree.Even("ceil") if isinstance(h, tree.Even) else h) for a, h in index.splits
+            )
+            cut = show(tree.Name((replace(index, splits=uneven),)))
             notes = (f"uneven, in the name: {cut}; or say which stage has which: pipe",)
         yield replace(finding, notes=notes)
 
@@ -111,7 +98,11 @@ def _index(equation: Equation, index: NameIndex, scope: ValueScope) -> Iterator[
 
 
 def _splits(
-    equation: Equation, k: int, dim: Dim, scope: ValueScope, seen: Mapping[Coordinates, SeenTensor]
+    equation: Equation,
+    k: int,
+    dim: tree.Dim,
+    scope: ValueScope,
+    seen: Mapping[Coordinates, SeenTensor],
 ) -> Iterator[Finding]:
     """Yield what is wrong with the splits of a dimension; `k` is -1 for an index in the name."""
     for split in _all_splits(dim):
@@ -134,16 +125,16 @@ def _splits(
 
 
 def _wrong_split(
-    split: Split, length: int, extent: int, scope: ValueScope
+    split: tree.Split, length: int, extent: int, scope: ValueScope
 ) -> tuple[str, str] | None:
     """Return what is wrong with a split of a sequence of some length, and its code."""
     what = _named(split.inner, length)
-    if isinstance(split.how, Assigned):
+    if isinstance(split.how, tree.Assigned):
         there = len(split.how.coordinates)
         if there == length:
             return None
         return f"{what}, and {there} coordinates of {split.axis} are assigned", "uncovered"
-    if isinstance(split.how, Widths):
+    if isinstance(split.how, tree.Widths):
         total = sum(split.how.widths)
         if total == length:
             return None
@@ -165,29 +156,29 @@ def _wrong_split(
     return f"{what}{unit} does not divide over {split.axis}={extent} (even)", "indivisible"
 
 
-def _named(dim: Dim, length: int) -> str:
-    if isinstance(dim, Atom):
+def _named(dim: tree.Dim, length: int) -> str:
+    if isinstance(dim, tree.Atom):
         return f"{dim.name}={length}"
     return f"{show(dim)}, which is {length} long,"
 
 
-def _all_splits(dim: Dim) -> Iterator[Split]:
+def _all_splits(dim: tree.Dim) -> Iterator[tree.Split]:
     """Yield the splits of a dimension, inner ones first."""
     match dim:
-        case Split():
+        case tree.Split():
             yield from _all_splits(dim.inner)
             yield dim
-        case Pad():
+        case tree.Pad():
             yield from _all_splits(dim.inner)
-        case Product():
+        case tree.Product():
             for one in dim.parts:
                 yield from _all_splits(one)
-        case Sum():
+        case tree.Sum():
             for branch in dim.branches:
                 yield from _all_splits(branch.dim)
 
 
-def _lengths(dim: Dim, scope: ValueScope) -> frozenset[int] | None:
+def _lengths(dim: tree.Dim, scope: ValueScope) -> frozenset[int] | None:
     """Return all lengths that a dimension has on some rank; None if a size is not known."""
     try:
         return _all_lengths(dim, scope)
@@ -195,39 +186,39 @@ def _lengths(dim: Dim, scope: ValueScope) -> frozenset[int] | None:
         return None
 
 
-def _all_lengths(dim: Dim, scope: ValueScope) -> frozenset[int]:
+def _all_lengths(dim: tree.Dim, scope: ValueScope) -> frozenset[int]:
     match dim:
-        case Atom() if dim.name in scope.refined:
+        case tree.Atom() if dim.name in scope.refined:
             return _all_lengths(scope.refined[dim.name], scope)
-        case Atom():
+        case tree.Atom():
             return frozenset([scope.size(dim.name)])
-        case One():
+        case tree.One():
             return frozenset([1])
-        case Pad():
+        case tree.Pad():
             return frozenset(padded(n, dim, scope) for n in _all_lengths(dim.inner, scope))
-        case Product():
+        case tree.Product():
             out = frozenset([1])
             for one in dim.parts:
                 out = _few(a * b for a, b in product(out, _all_lengths(one, scope)))
             return out
-        case Sum():
+        case tree.Sum():
             out = frozenset([0])
             for branch in dim.branches:
                 out = _few(a + b for a, b in product(out, _all_lengths(branch.dim, scope)))
             return out
-        case Split():
+        case tree.Split():
             return _few(_part_lengths(dim, scope))
     return frozenset()
 
 
-def _part_lengths(split: Split, scope: ValueScope) -> Iterator[int]:
+def _part_lengths(split: tree.Split, scope: ValueScope) -> Iterator[int]:
     extent = scope.extent(split.axis)
     for length in _all_lengths(split.inner, scope):
-        if isinstance(split.how, Assigned):
+        if isinstance(split.how, tree.Assigned):
             counts = Counter(split.how.coordinates)
             yield from (counts[c] for c in range(extent))
             continue
-        if isinstance(split.how, Widths):
+        if isinstance(split.how, tree.Widths):
             yield from split.how.widths
             continue
         # First, last and the ones next to where a formula changes: parts have few lengths.
@@ -235,7 +226,7 @@ def _part_lengths(split: Split, scope: ValueScope) -> Iterator[int]:
         units = -(-length // grain)
         edges = {0, extent - 1, units % extent, -(-units // max(1, -(-units // extent)))}
         edges |= {e - 1 for e in edges}
-        rule = Even("ceil", split.how.grain) if split.how.rule == "even" else split.how
+        rule = tree.Even("ceil", split.how.grain) if split.how.rule == "even" else split.how
         for coordinate in sorted(e for e in edges if 0 <= e < extent):
             start, stop = part(length, rule, extent, coordinate, scope)
             yield stop - start
@@ -317,7 +308,7 @@ def _fits(
     return (f"Observed {local}shape {_show(first.shape)} {verb}" if notes else "", tuple(notes))
 
 
-def _divides(dims: Sequence[Dim], scope: ValueScope) -> bool:
+def _divides(dims: Sequence[tree.Dim], scope: ValueScope) -> bool:
     return all(
         lengths is not None
         and all(_wrong_split(s, n, scope.extents.get(s.axis, 1), scope) is None for n in lengths)
@@ -328,7 +319,7 @@ def _divides(dims: Sequence[Dim], scope: ValueScope) -> bool:
 
 
 def _shape(
-    dims: Sequence[Dim], scope: ValueScope, coordinates: Mapping[str, int] | None
+    dims: Sequence[tree.Dim], scope: ValueScope, coordinates: Mapping[str, int] | None
 ) -> Shape | None:
     """Return a shape at some coordinates; None if it cannot be computed."""
     try:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckptd.errors import UsageError
 from ckptd.lay.bind.first import numbered
 from ckptd.lay.resolve import Bound, Equation, Resolved, filled, has_globs
-from ckptd.lay.syntax import Glob
+from ckptd.lay.syntax.tree import Glob
 
 
 class FilledGlobs(NamedTuple):

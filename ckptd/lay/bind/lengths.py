@@ -14,24 +14,7 @@ from typing import TypeAlias
 
 from ckptd.errors import UsageError
 from ckptd.lay.held import split_axes
-from ckptd.lay.syntax import (
-    UNIT,
-    Arithmetic,
-    Assigned,
-    Atom,
-    Contiguous,
-    Dim,
-    Even,
-    Number,
-    One,
-    Pad,
-    Product,
-    Size,
-    Split,
-    Sum,
-    Value,
-    Widths,
-)
+from ckptd.lay.syntax import tree
 
 Monomial: TypeAlias = tuple[str, ...]
 Polynomial: TypeAlias = dict[Monomial, Fraction]
@@ -45,7 +28,7 @@ class Padded:
     """The length of `inner` after padding to a multiple."""
 
     inner: Polynomial
-    multiple: Value
+    multiple: tree.Value
 
 
 @dataclass(frozen=True)
@@ -53,7 +36,7 @@ class LengthPart:
     """The length of the part of `inner` that a coordinate holds."""
 
     inner: Polynomial
-    how: Contiguous
+    how: tree.Contiguous
     extent: int
     coordinate: int
 
@@ -77,11 +60,11 @@ class Lengths:
     derived: dict[str, Derived] = field(default_factory=dict)
     _names: dict[object, str] = field(default_factory=dict)
 
-    def stored(self, dim: Dim) -> Polynomial:
+    def stored(self, dim: tree.Dim) -> Polynomial:
         """Return the length of the stored form: without splits."""
         return self._length(dim, None)
 
-    def local(self, dim: Dim, coordinates: Mapping[str, int]) -> Polynomial:
+    def local(self, dim: tree.Dim, coordinates: Mapping[str, int]) -> Polynomial:
         """Return the length on one rank.
 
         Raises
@@ -91,15 +74,15 @@ class Lengths:
         """
         return self._length(dim, coordinates)
 
-    def summed(self, dim: Dim, axes: frozenset[str]) -> Polynomial:
+    def summed(self, dim: tree.Dim, axes: frozenset[str]) -> Polynomial:
         """Return the sum of the lengths over all coordinates of some mesh axes.
 
         The parts of a split add up to the whole, however it cuts.
         """
         match dim:
-            case Split() if dim.axis in axes:
+            case tree.Split() if dim.axis in axes:
                 return self.summed(dim.inner, axes - {dim.axis})
-            case Product():
+            case tree.Product():
                 out = constant(1)
                 left = axes
                 for part in dim.parts:
@@ -107,44 +90,44 @@ class Lengths:
                     left -= mine
                     out = times(out, self.summed(part, mine))
                 return times(out, constant(self._count(left)))
-            case Sum():
+            case tree.Sum():
                 return _sum([self.summed(b.dim, axes) for b in dim.branches])
         return times(self.stored(dim), constant(self._count(axes)))
 
     def _count(self, axes: frozenset[str]) -> int:
         return math.prod(self.extents.get(a, 1) for a in axes)
 
-    def _length(self, dim: Dim, at: Mapping[str, int] | None) -> Polynomial:
+    def _length(self, dim: tree.Dim, at: Mapping[str, int] | None) -> Polynomial:
         match dim:
-            case Atom():
+            case tree.Atom():
                 return {(dim.name,): Fraction(1)}
-            case Product():
+            case tree.Product():
                 out = constant(1)
                 for part in dim.parts:
                     out = times(out, self._length(part, at))
                 return out
-            case Sum():
+            case tree.Sum():
                 return _sum([self._length(b.dim, at) for b in dim.branches])
-            case Pad():
+            case tree.Pad():
                 return self._unknown(Padded(self._length(dim.inner, at), dim.multiple))
-            case Split():
+            case tree.Split():
                 inner = self._length(dim.inner, at)
                 return inner if at is None else self._part(inner, dim, at)
-            case One():
+            case tree.One():
                 return constant(1)
         raise UsageError("'_' and '...' have no length", kind="lay-rule")
 
-    def _part(self, inner: Polynomial, dim: Split, at: Mapping[str, int]) -> Polynomial:
+    def _part(self, inner: Polynomial, dim: tree.Split, at: Mapping[str, int]) -> Polynomial:
         extent = self.extents.get(dim.axis)
         if extent is None:
             raise UsageError(f"unknown mesh axis {dim.axis}", kind="lay-rule")
-        if isinstance(dim.how, Even) and dim.how.rule == "even" and dim.how.grain == UNIT:
+        if isinstance(dim.how, tree.Even) and dim.how.rule == "even" and dim.how.grain == tree.UNIT:
             return times(inner, {(): Fraction(1, extent)})
         coordinate = at.get(dim.axis, 0)
-        if isinstance(dim.how, Widths):
+        if isinstance(dim.how, tree.Widths):
             widths = dim.how.widths
             return constant(widths[coordinate] if coordinate < len(widths) else 0)
-        if isinstance(dim.how, Assigned):
+        if isinstance(dim.how, tree.Assigned):
             return constant(dim.how.coordinates.count(coordinate))
         return self._unknown(LengthPart(inner, dim.how, extent, coordinate))
 
@@ -199,15 +182,15 @@ def substituted(polynomial: Polynomial, known: Mapping[str, int]) -> Polynomial:
     return {m: f for m, f in out.items() if f}
 
 
-def of_value(value: Value, extents: Mapping[str, int]) -> Polynomial | None:
+def of_value(value: tree.Value, extents: Mapping[str, int]) -> Polynomial | None:
     """Return a value as polynomial; None if it is none (``//``, ``lcm``, ``min``, ``max``)."""
     match value:
-        case Number():
+        case tree.Number():
             return constant(value.value)
-        case Size():
+        case tree.Size():
             extent = extents.get(value.name)
             return {(value.name,): Fraction(1)} if extent is None else constant(extent)
-        case Arithmetic():
+        case tree.Arithmetic():
             left, right = of_value(value.left, extents), of_value(value.right, extents)
             if left is None or right is None or value.operator not in "*+-":
                 return None
@@ -226,15 +209,15 @@ def _sum(polynomials: list[Polynomial]) -> Polynomial:
     return out
 
 
-def summable(dim: Dim) -> bool:
+def summable(dim: tree.Dim) -> bool:
     """Whether `Lengths.summed` knows the sum: no padding has a split inside."""
     match dim:
-        case Split():
+        case tree.Split():
             return summable(dim.inner)
-        case Pad():
+        case tree.Pad():
             return not split_axes(dim.inner)
-        case Product():
+        case tree.Product():
             return all(map(summable, dim.parts))
-        case Sum():
+        case tree.Sum():
             return all(summable(b.dim) for b in dim.branches)
     return True

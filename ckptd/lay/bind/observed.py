@@ -19,7 +19,8 @@ from ckptd.lay.indexes import IndexCut
 from ckptd.lay.matching import BufferNames, Match, Matcher, NameTemplates, holds, stored_name
 from ckptd.lay.resolve import Equation, Finding, MeshShape, Resolved
 from ckptd.lay.scales import held_shape
-from ckptd.lay.syntax import NameIndex, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import NameIndex
 
 Shape: TypeAlias = tuple[int, ...]
 Coordinates: TypeAlias = tuple[tuple[str, int], ...]

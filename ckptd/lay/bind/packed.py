@@ -15,7 +15,7 @@ from ckptd.lay.bind.observed import Observed, axes_of
 from ckptd.lay.matching import alike, holds
 from ckptd.lay.resolve import Bound, Equation, Finding, MeshShape, Resolved, independent
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Flat, On
+from ckptd.lay.syntax.tree import Flat, On
 
 _MAX_SHOWN = 4
 

@@ -25,7 +25,7 @@ from ckptd.lay.bind.lengths import (
 from ckptd.lay.bind.system import linear, ratios
 from ckptd.lay.boxes import padded
 from ckptd.lay.resolve import Finding, ValueScope, evaluate, part
-from ckptd.lay.syntax import NOWHERE, One, Pad, Position, Value
+from ckptd.lay.syntax.tree import NOWHERE, One, Pad, Position, Value
 
 _MAX_ROUNDS = 1000
 

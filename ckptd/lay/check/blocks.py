@@ -10,7 +10,8 @@ import numpy as np
 from ckptd.errors import CkptdError
 from ckptd.lay.held import held, split_axes
 from ckptd.lay.resolve import Bound, Equation, Finding, MeshShape, ValueScope
-from ckptd.lay.syntax import Dim, Quantized, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import Dim, Quantized
 
 _MAX_COORDINATES = 2**20
 

@@ -17,7 +17,7 @@ import numpy as np
 from ckptd.base.grouping import by_key
 from ckptd.errors import first_few
 from ckptd.lay.resolve import ALL, Equation, Family, Finding, Lookup, Numbers, Resolved, covers
-from ckptd.lay.syntax import Alias, Name, NameIndex, On, Replicas, Text, join
+from ckptd.lay.syntax.tree import Alias, Name, NameIndex, On, Replicas, Text, join
 
 _MAX_PAIRS = 1_000_000
 _MAX_CELLS = 1_000_000

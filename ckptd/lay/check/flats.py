@@ -9,7 +9,8 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.lay.indexes import BUFFER
 from ckptd.lay.resolve import Bound, Finding, Resolved, has_globs
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Name, NameIndex, NamePart, Text, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import Name, NameIndex, NamePart, Text
 
 _MAX_RANKS = 32
 

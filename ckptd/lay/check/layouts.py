@@ -27,7 +27,7 @@ from ckptd.lay.check.names import missing_findings
 from ckptd.lay.check.rules import rule_findings
 from ckptd.lay.check.statements import statement_findings
 from ckptd.lay.resolve import Bound, Finding, Resolved, resolve_all
-from ckptd.lay.syntax import NOWHERE, File
+from ckptd.lay.syntax.tree import NOWHERE, File
 
 Shape: TypeAlias = tuple[int, ...]
 

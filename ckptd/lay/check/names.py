@@ -8,7 +8,7 @@ from ckptd.errors import first_few
 from ckptd.lay.bind import Observed
 from ckptd.lay.matching import holds
 from ckptd.lay.resolve import Finding, MeshShape, Resolved
-from ckptd.lay.syntax import NameIndex
+from ckptd.lay.syntax.tree import NameIndex
 
 
 def missing_findings(observed: Observed, resolved: Resolved) -> Iterator[Finding]:

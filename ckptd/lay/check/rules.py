@@ -19,25 +19,7 @@ from ckptd.lay.resolve import (
     paths,
 )
 from ckptd.lay.scales import SCALE_KINDS
-from ckptd.lay.syntax import (
-    Alias,
-    Arithmetic,
-    Assigned,
-    Average,
-    Dim,
-    Even,
-    NameIndex,
-    On,
-    Pad,
-    Product,
-    Quantized,
-    Size,
-    Split,
-    Sum,
-    Value,
-    Widths,
-    show,
-)
+from ckptd.lay.syntax import show, tree
 
 _MAX_TAGS = 6
 
@@ -66,7 +48,7 @@ def signature(family: Family) -> str:
 
 
 def _atoms(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterator[Finding]:
-    indexes = [p.axis for p in equation.name.parts if isinstance(p, NameIndex)]
+    indexes = [p.axis for p in equation.name.parts if isinstance(p, tree.NameIndex)]
     for axis in indexes:
         if axis not in mesh.local and not any(axis in f.axes for f in equation.families.values()):
             families = " or ".join(sorted({signature(f) for f in equation.families.values()}))
@@ -96,7 +78,7 @@ def _atoms(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterat
 
 def _repeated(equation: Equation, indexes: Sequence[str]) -> Iterator[Finding]:
     """Yield the tensors that each number of an index would have again, as they lack the axis."""
-    if any(isinstance(m, Alias) for m in equation.modifiers):
+    if any(isinstance(m, tree.Alias) for m in equation.modifiers):
         return
     for tags, family in equation.families.items():
         lacking = [a for a in indexes if a not in family.axes]
@@ -143,7 +125,7 @@ def _path(equation: Equation, path: Path, indexes: Sequence[str]) -> Iterator[Fi
 def _either(equation: Equation, path: Path, axis: str) -> tuple[str, ...]:
     """Return what to write instead of an axis that stands in the name and in a dimension."""
     index = next(
-        (p for p in equation.name.parts if isinstance(p, NameIndex) and p.axis == axis), None
+        (p for p in equation.name.parts if isinstance(p, tree.NameIndex) and p.axis == axis), None
     )
     dims = [leaf.dim for leaf in path.leaves if leaf.atom == axis]
     if axis in equation.pinned:
@@ -190,7 +172,7 @@ def _mesh_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> It
     names = [
         (axis, how, "the name")
         for p in equation.name.parts
-        if isinstance(p, NameIndex)
+        if isinstance(p, tree.NameIndex)
         for axis, how in p.splits
     ]
     reported: set[str] = set()
@@ -218,9 +200,9 @@ def _mesh_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> It
 
 def _local_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterator[Finding]:
     """Yield what is wrong with the local axes of a rule: a rank has all of their coordinates."""
-    indexes = [p for p in equation.name.parts if isinstance(p, NameIndex)]
+    indexes = [p for p in equation.name.parts if isinstance(p, tree.NameIndex)]
     written = {p.axis for p in indexes}
-    fixed = {m.axis for m in equation.modifiers if isinstance(m, On)}
+    fixed = {m.axis for m in equation.modifiers if isinstance(m, tree.On)}
     for axis in mesh.local:
         if any(s.axis == axis for p in found for _, s in p.splits):
             message = f"{axis} is a local axis: it cuts indexes in names, and no dimension"
@@ -247,9 +229,9 @@ def _unknown_axis(axis: str, mesh: MeshShape) -> str | None:
 
 
 def _widths(axis: str, how: object, mesh: MeshShape) -> str | None:
-    if isinstance(how, Widths) and len(how.widths) != mesh.extents[axis]:
+    if isinstance(how, tree.Widths) and len(how.widths) != mesh.extents[axis]:
         return f"{len(how.widths)} widths for @{axis}, which has {mesh.extents[axis]} parts"
-    if isinstance(how, Assigned) and max(how.coordinates) >= mesh.extents[axis]:
+    if isinstance(how, tree.Assigned) and max(how.coordinates) >= mesh.extents[axis]:
         most = max(how.coordinates)
         where = f"number {how.coordinates.index(most)} to {axis}={most}"
         return f"@{axis}:at assigns {where}, and {axis} has {mesh.extents[axis]} parts"
@@ -277,7 +259,7 @@ def _cut_twice(
         axes = " ".join(f"@{a}" for a, _ in cuts)
         return _finding(equation, "cut-twice", f"{axes}{tag} together cut over the same ranks")
     for modifier in equation.modifiers:
-        if isinstance(modifier, On) and modifier.axis in mesh.extents:
+        if isinstance(modifier, tree.On) and modifier.axis in mesh.extents:
             for axis, where in cuts:
                 if not independent(mesh, (axis, modifier.axis)):
                     message = f"@{axis} cuts {where}, and 'on {modifier.axis}' keeps one part only"
@@ -291,12 +273,12 @@ def _cut_twice(
 def _modifiers(equation: Equation, mesh: MeshShape) -> Iterator[Finding]:
     seen: set[str] = set()
     for modifier in equation.modifiers:
-        if isinstance(modifier, On | Average):
+        if isinstance(modifier, tree.On | tree.Average):
             unknown = _unknown_axis(modifier.axis, mesh)
             if unknown:
                 yield _finding(equation, "mesh-axis", unknown)
                 continue
-        if isinstance(modifier, On):
+        if isinstance(modifier, tree.On):
             extent = mesh.extents[modifier.axis]
             if modifier.axis in seen:
                 yield _finding(
@@ -307,22 +289,22 @@ def _modifiers(equation: Equation, mesh: MeshShape) -> Iterator[Finding]:
                 notes = (f"{modifier.axis} has the coordinates 0 to {extent - 1}",)
                 yield _finding(equation, "on", message, notes)
             seen.add(modifier.axis)
-        if isinstance(modifier, Average) and modifier.axis in _cutting(equation):
+        if isinstance(modifier, tree.Average) and modifier.axis in _cutting(equation):
             message = (
                 f"{modifier.kind}({modifier.axis}) combines replicas, and @{modifier.axis} cuts"
             )
             yield _finding(equation, "average", message)
-        if isinstance(modifier, Quantized):
+        if isinstance(modifier, tree.Quantized):
             yield from _quantized(equation, modifier)
 
 
-def _quantized(equation: Equation, modifier: Quantized) -> Iterator[Finding]:
+def _quantized(equation: Equation, modifier: tree.Quantized) -> Iterator[Finding]:
     if len(modifier.block) != len(equation.dims) or 0 in modifier.block:
         block = " ".join(map(str, modifier.block))
         message = f"the block [{block}] has to have one length above 0 for each dimension"
         yield _finding(equation, "block", f"{message} ({len(equation.dims)})")
     for scale in filter(None, (modifier.scale, modifier.overall)):
-        if not any(isinstance(p, NameIndex) and p.axis == "name" for p in scale.parts):
+        if not any(isinstance(p, tree.NameIndex) and p.axis == "name" for p in scale.parts):
             yield _finding(
                 equation, "block", "the name of the scales lacks {name}: all would share one"
             )
@@ -336,7 +318,9 @@ def _quantized(equation: Equation, modifier: Quantized) -> Iterator[Finding]:
 
 def _cutting(equation: Equation) -> set[str]:
     out = {s.axis for p in paths(equation.dims) for _, s in p.splits}
-    return out | {a for p in equation.name.parts if isinstance(p, NameIndex) for a, _ in p.splits}
+    return out | {
+        a for p in equation.name.parts if isinstance(p, tree.NameIndex) for a, _ in p.splits
+    }
 
 
 def _values(equation: Equation, axes: AbstractSet[str], mesh: MeshShape) -> Iterator[Finding]:
@@ -350,27 +334,27 @@ def _values(equation: Equation, axes: AbstractSet[str], mesh: MeshShape) -> Iter
             yield _finding(equation, "value", message, ("rename one of them",))
 
 
-def _values_in(dim: Dim) -> Iterator[Value]:
+def _values_in(dim: tree.Dim) -> Iterator[tree.Value]:
     match dim:
-        case Split():
-            if isinstance(dim.how, Even):
+        case tree.Split():
+            if isinstance(dim.how, tree.Even):
                 yield dim.how.grain
             yield from _values_in(dim.inner)
-        case Pad():
+        case tree.Pad():
             yield dim.multiple
             yield from _values_in(dim.inner)
-        case Product():
+        case tree.Product():
             for part in dim.parts:
                 yield from _values_in(part)
-        case Sum():
+        case tree.Sum():
             for branch in dim.branches:
                 yield from _values_in(branch.dim)
 
 
-def _names(value: Value) -> set[str]:
-    if isinstance(value, Arithmetic):
+def _names(value: tree.Value) -> set[str]:
+    if isinstance(value, tree.Arithmetic):
         return _names(value.left) | _names(value.right)
-    return {value.name} if isinstance(value, Size) else set()
+    return {value.name} if isinstance(value, tree.Size) else set()
 
 
 def _finding(equation: Equation, code: str, message: str, notes: tuple[str, ...] = ()) -> Finding:

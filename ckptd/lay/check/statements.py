@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ckptd.lay.indexes import BUFFER
 from ckptd.lay.resolve import Finding, MeshShape, Resolved
-from ckptd.lay.syntax import Flat, Name, NameIndex, Object, Pipe, Text, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import Flat, Name, NameIndex, Object, Pipe, Text
 
 
 def statement_findings(resolved: Resolved) -> Iterator[Finding]:

@@ -22,7 +22,6 @@ from ckptd.lay.resolve.path import Path, paths
 from ckptd.lay.resolve.pattern import Lookup, covers, filled, found_regex
 from ckptd.lay.resolve.pipe import stage_parts
 from ckptd.lay.resolve.recipe import is_recipe
-from ckptd.lay.resolve.sources import Loader
 
 __all__ = [
     "ALL",
@@ -34,7 +33,6 @@ __all__ = [
     "Family",
     "Finding",
     "Ints",
-    "Loader",
     "Lookup",
     "MeshShape",
     "Numbers",

@@ -8,7 +8,7 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve.cut import ValueScope, evaluate
 from ckptd.lay.resolve.lets import Lets
 from ckptd.lay.resolve.numbers import ALL, MAX_NUMBERS, NONE, Numbers
-from ckptd.lay.syntax import For, Value
+from ckptd.lay.syntax.tree import For, Value
 
 
 def numbers_of(modifiers: Iterable[object], lets: Lets) -> dict[str, Numbers]:

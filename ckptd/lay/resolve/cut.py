@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.grid import MAX_EXTENT
 from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.resolve.equation import Bound, MeshShape
-from ckptd.lay.syntax import Arithmetic, Assigned, Contiguous, Dim, Number, Size, Value, Widths
+from ckptd.lay.syntax.tree import Arithmetic, Assigned, Contiguous, Dim, Number, Size, Value, Widths
 
 Ints = NDArray[np.int64]
 

@@ -13,34 +13,7 @@ from ckptd.lay.resolve.finding import Finding
 from ckptd.lay.resolve.lets import Lets
 from ckptd.lay.resolve.pattern import encoded, filled, rule_regex
 from ckptd.lay.resolve.sources import ProgramSource
-from ckptd.lay.syntax import (
-    NOWHERE,
-    Alias,
-    Alternatives,
-    Default,
-    Dim,
-    Drop,
-    FollowRows,
-    For,
-    Glob,
-    Layout,
-    Modifier,
-    Name,
-    NameIndex,
-    Pad,
-    Position,
-    Product,
-    Rest,
-    Rule,
-    Split,
-    Stored,
-    Sum,
-    Text,
-    Use,
-    Wild,
-    join,
-    show,
-)
+from ckptd.lay.syntax import show, tree
 
 _MAX_DEPTH = 16
 _MAX_WAYS = 64
@@ -63,14 +36,14 @@ class Draft:
         How many layouts deep it comes from: 0 is the layout itself.
     """
 
-    name: Name
-    reference: Name | None
-    dims: tuple[Dim, ...]
-    modifiers: tuple[Modifier, ...]
-    at: Position
+    name: tree.Name
+    reference: tree.Name | None
+    dims: tuple[tree.Dim, ...]
+    modifiers: tuple[tree.Modifier, ...]
+    at: tree.Position
     text: str
     lets: Lets
-    near: tuple[Name, ...] = ()
+    near: tuple[tree.Name, ...] = ()
     level: int = 0
 
 
@@ -90,18 +63,18 @@ class Drafts:
         Rules that are wrong, and left out.
     """
 
-    layout: Layout
+    layout: tree.Layout
     rules: list[Draft] = field(default_factory=list)
     spaces: list[str] = field(default_factory=list)
-    stored: Stored | None = None
-    others: list[Stored] = field(default_factory=list)
+    stored: tree.Stored | None = None
+    others: list[tree.Stored] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
 
 def draft(
     source: ProgramSource,
     name: str,
-    at: Position = NOWHERE,
+    at: tree.Position = tree.NOWHERE,
     inside: tuple[str, ...] = (),
     known: dict[str, Drafts] | None = None,
 ) -> Drafts:
@@ -125,7 +98,7 @@ def draft(
 def _drafted(
     source: ProgramSource,
     name: str,
-    at: Position,
+    at: tree.Position,
     inside: tuple[str, ...],
     known: dict[str, Drafts],
 ) -> Drafts:
@@ -136,11 +109,11 @@ def _drafted(
     lets.names |= Lets.of(beside).names
     out = Drafts(layout, spaces=[layout.space])
     imported = _imported(source, out, (*inside, name), known)
-    own = [d for s in layout.statements if isinstance(s, Rule) for d in _own(s, lets, out)]
+    own = [d for s in layout.statements if isinstance(s, tree.Rule) for d in _own(s, lets, out)]
     left = _override(out, own, imported)
-    defaults = [s for s in layout.statements if isinstance(s, Default)]
+    defaults = [s for s in layout.statements if isinstance(s, tree.Default)]
     out.rules += _wrapped(out, left, [_with_lets(d, lets) for d in defaults])
-    own_stored = [s for s in layout.statements if isinstance(s, Stored)]
+    own_stored = [s for s in layout.statements if isinstance(s, tree.Stored)]
     whole = [s for s in own_stored if s.names is None]
     if own_stored:
         # A program that says how states are called says it for all of them.
@@ -158,7 +131,7 @@ def _drafted(
 
 def is_drop(rule: Draft) -> bool:
     """Whether a rule leaves tensors out."""
-    return any(isinstance(m, Drop) for m in rule.modifiers)
+    return any(isinstance(m, tree.Drop) for m in rule.modifiers)
 
 
 def _imported(
@@ -168,7 +141,7 @@ def _imported(
     rules: list[Draft] = []
     used: set[str] = set()
     for use in out.layout.statements:
-        if not isinstance(use, Use) or use.name in used:
+        if not isinstance(use, tree.Use) or use.name in used:
             continue
         used.add(use.name)
         found = draft(source, use.name, use.at, inside, known)
@@ -190,7 +163,7 @@ def _imported(
 # --- a layout's own rules -----------------------------------------------------------------------
 
 
-def _own(rule: Rule, lets: Lets, out: Drafts) -> Iterator[Draft]:
+def _own(rule: tree.Rule, lets: Lets, out: Drafts) -> Iterator[Draft]:
     """Yield a rule, once for each alternative."""
     text = show(rule)
     try:
@@ -208,22 +181,22 @@ def _own(rule: Rule, lets: Lets, out: Drafts) -> Iterator[Draft]:
         out.findings.append(Finding("name", error.message, rule.at, text))
 
 
-def _name(name: Name, lets: Lets) -> Name:
+def _name(name: tree.Name, lets: Lets) -> tree.Name:
     found = lets.name(name)
-    parts = (lets.index(p) if isinstance(p, NameIndex) else p for p in found.parts)
-    return Name(tuple(parts), at=found.at)
+    parts = (lets.index(p) if isinstance(p, tree.NameIndex) else p for p in found.parts)
+    return tree.Name(tuple(parts), at=found.at)
 
 
-def _modifier(modifier: Modifier, lets: Lets) -> Modifier:
-    if isinstance(modifier, FollowRows):
+def _modifier(modifier: tree.Modifier, lets: Lets) -> tree.Modifier:
+    if isinstance(modifier, tree.FollowRows):
         return replace(modifier, name=_name(modifier.name, lets))
     return modifier
 
 
-def _alternatives(rule: Rule) -> Iterator[tuple[Name, Name | None]]:
+def _alternatives(rule: tree.Rule) -> Iterator[tuple[tree.Name, tree.Name | None]]:
     """Yield the name and the reference of a rule for each of its alternatives, in step."""
     names = [rule.name, *([rule.reference] if rule.reference else [])]
-    counts = {len(p.texts) for n in names for p in n.parts if isinstance(p, Alternatives)}
+    counts = {len(p.texts) for n in names for p in n.parts if isinstance(p, tree.Alternatives)}
     if len(counts) > 1 or max(counts, default=1) > _MAX_WAYS:
         raise UsageError(
             f"alternatives go in step, so each pair of braces has as many (at most {_MAX_WAYS})",
@@ -234,9 +207,9 @@ def _alternatives(rule: Rule) -> Iterator[tuple[Name, Name | None]]:
         yield _alternative(rule.name, k), reference
 
 
-def _alternative(name: Name, k: int) -> Name:
-    parts = (Text(p.texts[k]) if isinstance(p, Alternatives) else p for p in name.parts)
-    return Name(join(parts), at=name.at)
+def _alternative(name: tree.Name, k: int) -> tree.Name:
+    parts = (tree.Text(p.texts[k]) if isinstance(p, tree.Alternatives) else p for p in name.parts)
+    return tree.Name(tree.join(parts), at=name.at)
 
 
 # --- rules that override imported ones ----------------------------------------------------------
@@ -260,7 +233,7 @@ def _override(out: Drafts, own: Sequence[Draft], imported: Sequence[Draft]) -> l
         ]
         fresh = [(k, m) for k, m in matches if k not in taken]
         for k, match in fresh:
-            if not any(isinstance(m, For) for m in rule.modifiers):
+            if not any(isinstance(m, tree.For) for m in rule.modifiers):
                 # What 'for' leaves out is still the imported rule's.
                 taken[k] = rule
             over = _taken_over(rule, imported[k], match.groups())
@@ -275,7 +248,7 @@ def _override(out: Drafts, own: Sequence[Draft], imported: Sequence[Draft]) -> l
     return [rule for k, rule in enumerate(imported) if k not in taken]
 
 
-def _too_much(name: str, at: Position) -> UsageError:
+def _too_much(name: str, at: tree.Position) -> UsageError:
     return UsageError(
         f"layout {name} overrides too many rules by too many: more than {_MAX_PAIRS} pairs",
         kind="lay-rule",
@@ -285,12 +258,12 @@ def _too_much(name: str, at: Position) -> UsageError:
 
 def _taken_over(rule: Draft, other: Draft, texts: tuple[str, ...]) -> Draft | Finding:
     """Return a rule with the name, and where it says so the dimensions, of an imported one."""
-    indexes = [p for p in other.name.parts if isinstance(p, NameIndex)]
+    indexes = [p for p in other.name.parts if isinstance(p, tree.NameIndex)]
     name = filled(rule.name, texts, indexes)
     near = (other.reference,) if other.reference else ()
     if _follows(rule) or is_drop(rule):
         return replace(rule, name=name, near=near)
-    dims: tuple[Dim, ...] | None = rule.dims
+    dims: tuple[tree.Dim, ...] | None = rule.dims
     if any(map(_wilds, rule.dims)):
         dims = wrapped(rule.dims, tuple(other.lets.dim(d) for d in other.dims))
     if dims is None or max(map(height, dims), default=0) > _MAX_HEIGHT:
@@ -312,11 +285,13 @@ def _useless(rule: Draft, other: Draft) -> Finding:
 # --- defaults -----------------------------------------------------------------------------------
 
 
-def _with_lets(default: Default, lets: Lets) -> Default:
+def _with_lets(default: tree.Default, lets: Lets) -> tree.Default:
     return replace(default, dims=tuple(lets.dim(d) for d in default.dims))
 
 
-def _wrapped(out: Drafts, rules: Sequence[Draft], defaults: Sequence[Default]) -> Iterator[Draft]:
+def _wrapped(
+    out: Drafts, rules: Sequence[Draft], defaults: Sequence[tree.Default]
+) -> Iterator[Draft]:
     """Yield imported rules, each wrapped by the first default that fits its dimensions."""
     for default in defaults:
         wrong = _wrong_default(default)
@@ -343,30 +318,33 @@ def _wrapped(out: Drafts, rules: Sequence[Draft], defaults: Sequence[Default]) -
 
 
 def _rewritten(
-    rule: Draft, default: Default, dims: tuple[Dim, ...], modifiers: tuple[Modifier, ...]
+    rule: Draft,
+    default: tree.Default,
+    dims: tuple[tree.Dim, ...],
+    modifiers: tuple[tree.Modifier, ...],
 ) -> Draft:
-    text = show(Rule(rule.name, rule.reference, dims, modifiers))
+    text = show(tree.Rule(rule.name, rule.reference, dims, modifiers))
     return replace(rule, dims=dims, modifiers=modifiers, at=default.at, text=text)
 
 
 def _follows(rule: Draft) -> bool:
     """Whether the dimensions of a rule come from another one, and are not there yet."""
     return any(
-        isinstance(m, FollowRows) or (isinstance(m, Alias) and not rule.dims)
+        isinstance(m, tree.FollowRows) or (isinstance(m, tree.Alias) and not rule.dims)
         for m in rule.modifiers
     )
 
 
-def wrapped(pattern: Sequence[Dim], dims: Sequence[Dim]) -> tuple[Dim, ...] | None:
+def wrapped(pattern: Sequence[tree.Dim], dims: Sequence[tree.Dim]) -> tuple[tree.Dim, ...] | None:
     """Return dimensions put into ``_`` and ``...`` of a pattern; None if they do not fit."""
-    rest = [k for k, d in enumerate(pattern) if isinstance(d, Rest)]
+    rest = [k for k, d in enumerate(pattern) if isinstance(d, tree.Rest)]
     more = len(dims) - (len(pattern) - len(rest))
     if more < 0 or (more and not rest):
         return None
-    out: list[Dim] = []
+    out: list[tree.Dim] = []
     left = list(dims)
     for part in pattern:
-        if isinstance(part, Rest):
+        if isinstance(part, tree.Rest):
             out += left[:more]
             del left[:more]
         else:
@@ -374,17 +352,17 @@ def wrapped(pattern: Sequence[Dim], dims: Sequence[Dim]) -> tuple[Dim, ...] | No
     return tuple(out)
 
 
-def _wrong_default(default: Default) -> str | None:
-    if any(isinstance(m, For) for m in default.modifiers):
+def _wrong_default(default: tree.Default) -> str | None:
+    if any(isinstance(m, tree.For) for m in default.modifiers):
         return "''for' selects names of a rule: it belongs in rules"
-    if sum(isinstance(d, Rest) for d in default.dims) > 1:
+    if sum(isinstance(d, tree.Rest) for d in default.dims) > 1:
         return "'...' means all further dimensions, so it can occur once"
-    if any(_wilds(d) != 1 for d in default.dims if not isinstance(d, Rest)):
+    if any(_wilds(d) != 1 for d in default.dims if not isinstance(d, tree.Rest)):
         return "each dimension of a default has one '_', the imported dimension at its place"
     return None
 
 
-def height(dim: Dim) -> int:
+def height(dim: tree.Dim) -> int:
     """Return how deep a dimension nests; without recursion, so that it may be deep."""
     found = 0
     stack = [(dim, 1)]
@@ -392,47 +370,47 @@ def height(dim: Dim) -> int:
         node, level = stack.pop()
         found = max(found, level)
         match node:
-            case Split() | Pad():
+            case tree.Split() | tree.Pad():
                 stack.append((node.inner, level + 1))
-            case Product():
+            case tree.Product():
                 stack += [(p, level + 1) for p in node.parts]
-            case Sum():
+            case tree.Sum():
                 stack += [(b.dim, level + 1) for b in node.branches]
     return found
 
 
-def _wilds(dim: Dim) -> int:
+def _wilds(dim: tree.Dim) -> int:
     match dim:
-        case Wild() | Rest():
+        case tree.Wild() | tree.Rest():
             return 1
-        case Split() | Pad():
+        case tree.Split() | tree.Pad():
             return _wilds(dim.inner)
-        case Product():
+        case tree.Product():
             return sum(map(_wilds, dim.parts))
-        case Sum():
+        case tree.Sum():
             return sum(_wilds(b.dim) for b in dim.branches)
     return 0
 
 
-def _filled(pattern: Dim, dim: Dim) -> Dim:
+def _filled(pattern: tree.Dim, dim: tree.Dim) -> tree.Dim:
     """Return a dimension of a pattern with another put in for ``_``."""
     match pattern:
-        case Wild():
+        case tree.Wild():
             return dim
-        case Split() | Pad():
+        case tree.Split() | tree.Pad():
             return replace(pattern, inner=_filled(pattern.inner, dim))
-        case Product():
+        case tree.Product():
             return replace(pattern, parts=tuple(_filled(p, dim) for p in pattern.parts))
-        case Sum():
+        case tree.Sum():
             found = tuple(replace(b, dim=_filled(b.dim, dim)) for b in pattern.branches)
             return replace(pattern, branches=found)
     return pattern
 
 
-def _place(at: Position) -> str:
+def _place(at: tree.Position) -> str:
     return f"{at.file}:{at.line}" if at.line else "elsewhere"
 
 
-def has_globs(name: Name) -> bool:
+def has_globs(name: tree.Name) -> bool:
     """Whether a name represents several patterns."""
-    return any(isinstance(p, Glob) for p in name.parts)
+    return any(isinstance(p, tree.Glob) for p in name.parts)

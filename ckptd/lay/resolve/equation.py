@@ -13,19 +13,7 @@ from functools import cached_property
 
 from ckptd.lay.resolve.numbers import Numbers
 from ckptd.lay.resolve.pattern import found_regex
-from ckptd.lay.syntax import (
-    NOWHERE,
-    Dim,
-    Flat,
-    FollowedState,
-    Modifier,
-    Name,
-    Object,
-    Pipe,
-    Position,
-    Scalar,
-    Value,
-)
+from ckptd.lay.syntax import tree
 
 Tags = tuple[str, ...]
 """Tags on the way into nested sums, outermost first; ``()`` in a rule without a sum."""
@@ -110,13 +98,13 @@ class Equation:
         matched.
     """
 
-    name: Name
+    name: tree.Name
     families: Mapping[Tags, Family]
-    dims: tuple[Dim, ...]
-    modifiers: tuple[Modifier, ...] = ()
+    dims: tuple[tree.Dim, ...]
+    modifiers: tuple[tree.Modifier, ...] = ()
     pinned: Mapping[str, int] = field(default_factory=dict)
     only: Mapping[str, Numbers] = field(default_factory=dict)
-    at: Position = NOWHERE
+    at: tree.Position = tree.NOWHERE
     text: str = ""
     globs: tuple[int, tuple[str, ...]] | None = None
 
@@ -164,19 +152,19 @@ class Resolved:
     equations: tuple[Equation, ...]
     families: Mapping[str, Family]
     sizes: Mapping[str, int]
-    refined: Mapping[str, Dim]
-    states: tuple[FollowedState, ...] = ()
-    scalars: tuple[Scalar, ...] = ()
-    flats: tuple[Flat, ...] = ()
-    pipes: tuple[Pipe, ...] = ()
-    objects: tuple[Object, ...] = ()
-    drops: tuple[Name, ...] = ()
+    refined: Mapping[str, tree.Dim]
+    states: tuple[tree.FollowedState, ...] = ()
+    scalars: tuple[tree.Scalar, ...] = ()
+    flats: tuple[tree.Flat, ...] = ()
+    pipes: tuple[tree.Pipe, ...] = ()
+    objects: tuple[tree.Object, ...] = ()
+    drops: tuple[tree.Name, ...] = ()
     drop_places: tuple[int, ...] = ()
-    relations: Mapping[str, Value] = field(default_factory=dict)
+    relations: Mapping[str, tree.Value] = field(default_factory=dict)
     params: str = "{name}"
     state_names: str = "optim.{name}.{state}"
-    other_states: tuple[tuple[Name, str], ...] = ()
-    files: Name | None = None
+    other_states: tuple[tuple[tree.Name, str], ...] = ()
+    files: tree.Name | None = None
 
     @property
     def state_templates(self) -> tuple[str, ...]:

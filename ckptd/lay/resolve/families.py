@@ -13,7 +13,8 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve.conditions import numbers_of
 from ckptd.lay.resolve.equation import Family, Tags
 from ckptd.lay.resolve.lets import Lets, atoms_of
-from ckptd.lay.syntax import Atom, Glob, Name, NameIndex, Space, Text, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import Atom, Glob, Name, NameIndex, Space, Text
 
 
 @dataclass(frozen=True)

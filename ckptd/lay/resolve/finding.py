@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.lay.syntax import NOWHERE, Position
+from ckptd.lay.syntax.tree import NOWHERE, Position
 
 
 @dataclass(frozen=True, slots=True)

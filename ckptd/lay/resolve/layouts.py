@@ -30,26 +30,10 @@ from ckptd.lay.resolve.mesh import mesh_shape
 from ckptd.lay.resolve.pipe import stage_parts
 from ckptd.lay.resolve.rules import RuleTable
 from ckptd.lay.resolve.sources import Loader, ProgramSource
-from ckptd.lay.syntax import (
-    Arithmetic,
-    Atom,
-    File,
-    Files,
-    Flat,
-    FollowedState,
-    Layout,
-    Name,
-    NameIndex,
-    Number,
-    Object,
-    Pipe,
-    Stored,
-    Value,
-    show,
-)
+from ckptd.lay.syntax import show, tree
 
 
-def resolve(files: Sequence[File], layout: str, load: Loader | None = None) -> Resolved:
+def resolve(files: Sequence[tree.File], layout: str, load: Loader | None = None) -> Resolved:
     """Look a layout up.
 
     Parameters
@@ -73,7 +57,7 @@ def resolve(files: Sequence[File], layout: str, load: Loader | None = None) -> R
 
 
 def resolve_all(
-    files: Sequence[File], layout: str, load: Loader | None = None
+    files: Sequence[tree.File], layout: str, load: Loader | None = None
 ) -> tuple[Resolved, list[Finding]]:
     """Look a layout up, and return what is wrong with its rules; those are left out.
 
@@ -95,7 +79,7 @@ def resolve_all(
     findings = [*drafts.findings, *rules.findings, *_two_meanings(rules.equations, mesh)]
     sizes = _Sizes.of(lets, families, mesh, findings)
     _check_pipes(stated.pipes, mesh, findings)
-    stored = drafts.stored or Stored()
+    stored = drafts.stored or tree.Stored()
     found = Resolved(
         name=drafts.layout.name,
         space=space.name,
@@ -103,7 +87,7 @@ def resolve_all(
         equations=tuple(rules.equations),
         families=families.by_name,
         sizes=sizes.numbers,
-        refined={a: lets.dim(Atom(a)) for a in sorted(families.refined)},
+        refined={a: lets.dim(tree.Atom(a)) for a in sorted(families.refined)},
         states=_states(space.states, stored, findings),
         scalars=space.scalars,
         flats=stated.flats,
@@ -121,8 +105,8 @@ def resolve_all(
 
 
 def _states(
-    states: Sequence[FollowedState], stored: Stored, findings: list[Finding]
-) -> tuple[FollowedState, ...]:
+    states: Sequence[tree.FollowedState], stored: tree.Stored, findings: list[Finding]
+) -> tuple[tree.FollowedState, ...]:
     """Return the states of a space with the names that a layout stores them under."""
     # A space without states has nothing to rename: recipes of names go over weights alone too.
     renamed = {s.name: s for s in stored.renamed} if states else {}
@@ -132,7 +116,7 @@ def _states(
     return tuple(renamed.get(s.name, s) for s in states)
 
 
-def _shipped(name: str) -> File:
+def _shipped(name: str) -> tree.File:
     # Imported when it is asked for: the shipped files are resolved by this very module.
     from ckptd.lay.syntax import load
 
@@ -143,19 +127,19 @@ def _shipped(name: str) -> File:
 class _Statements:
     """Statements of a layout besides its rules."""
 
-    flats: tuple[Flat, ...]
-    pipes: tuple[Pipe, ...]
-    objects: tuple[Object, ...]
-    files: Name | None
+    flats: tuple[tree.Flat, ...]
+    pipes: tuple[tree.Pipe, ...]
+    objects: tuple[tree.Object, ...]
+    files: tree.Name | None
 
     @classmethod
-    def of(cls, layout: Layout, lets: Lets) -> _Statements:
+    def of(cls, layout: tree.Layout, lets: Lets) -> _Statements:
         """Take the statements out of a layout."""
-        files = [s.name for s in layout.statements if isinstance(s, Files)]
+        files = [s.name for s in layout.statements if isinstance(s, tree.Files)]
         return cls(
-            tuple(_flat(s, lets) for s in layout.statements if isinstance(s, Flat)),
-            tuple(s for s in layout.statements if isinstance(s, Pipe)),
-            tuple(s for s in layout.statements if isinstance(s, Object)),
+            tuple(_flat(s, lets) for s in layout.statements if isinstance(s, tree.Flat)),
+            tuple(s for s in layout.statements if isinstance(s, tree.Pipe)),
+            tuple(s for s in layout.statements if isinstance(s, tree.Object)),
             files[0] if files else None,
         )
 
@@ -165,7 +149,7 @@ class _Sizes:
     """Sizes of axes that a program states, as numbers and by other sizes."""
 
     numbers: dict[str, int]
-    relations: dict[str, Value]
+    relations: dict[str, tree.Value]
 
     @classmethod
     def of(
@@ -183,7 +167,7 @@ class _Sizes:
                 findings.append(Finding("size", error.message, let.at, f"let {name}"))
         return out
 
-    def _add(self, name: str, value: Value, mesh: MeshShape | None) -> None:
+    def _add(self, name: str, value: tree.Value, mesh: MeshShape | None) -> None:
         extents = mesh.extents if mesh else {}
         if _names(value) <= set(extents):
             self.numbers[name] = evaluate(value, ValueScope({}, extents))
@@ -196,7 +180,7 @@ def _two_meanings(equations: Iterable[Equation], mesh: MeshShape | None) -> Iter
     for equation in equations:
         axes = {a for f in equation.families.values() for a in f.axes}
         for part in equation.name.parts:
-            if isinstance(part, NameIndex) and mesh and part.axis in axes & set(mesh.extents):
+            if isinstance(part, tree.NameIndex) and mesh and part.axis in axes & set(mesh.extents):
                 message = (
                     f"{part.axis} is an axis of the tensor and an axis of the mesh: {show(part)} "
                     f"in a name may be either"
@@ -205,7 +189,9 @@ def _two_meanings(equations: Iterable[Equation], mesh: MeshShape | None) -> Iter
                 yield Finding("index", message, equation.at, equation.text, (note,))
 
 
-def _check_pipes(pipes: Iterable[Pipe], mesh: MeshShape | None, findings: list[Finding]) -> None:
+def _check_pipes(
+    pipes: Iterable[tree.Pipe], mesh: MeshShape | None, findings: list[Finding]
+) -> None:
     for pipe in pipes:
         try:
             stage_parts(pipe, mesh or MeshShape(1, {}, {}))
@@ -213,7 +199,7 @@ def _check_pipes(pipes: Iterable[Pipe], mesh: MeshShape | None, findings: list[F
             findings.append(Finding("pipe", error.message, pipe.at, show(pipe)))
 
 
-def _flat(flat: Flat, lets: Lets) -> Flat:
+def _flat(flat: tree.Flat, lets: Lets) -> tree.Flat:
     """Return a flat with lets put in."""
     group = flat.group
     if group.name is not None:
@@ -225,7 +211,7 @@ def _flat(flat: Flat, lets: Lets) -> Flat:
     return replace(flat, group=group, split=cut, start=start, end=end, called=called)
 
 
-def _names(value: Value) -> set[str]:
-    if isinstance(value, Arithmetic):
+def _names(value: tree.Value) -> set[str]:
+    if isinstance(value, tree.Arithmetic):
         return _names(value.left) | _names(value.right)
-    return set() if isinstance(value, Number) else {value.name}
+    return set() if isinstance(value, tree.Number) else {value.name}

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptd.errors import UsageError
 from ckptd.lay.resolve.equation import MeshShape
-from ckptd.lay.syntax import Mesh, MeshAxis
+from ckptd.lay.syntax.tree import Mesh, MeshAxis
 
 MAX_WORLD = 2**24
 """Most ranks of a mesh; one with more is a mistake."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptd.errors import UsageError
 from ckptd.lay.resolve.equation import Tags
-from ckptd.lay.syntax import Atom, Dim, Pad, Product, Split, Sum
+from ckptd.lay.syntax.tree import Atom, Dim, Pad, Product, Split, Sum
 
 _MAX_PATHS = 4096
 _MAX_LEAVES = 262_144

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from ckptd.base.grouping import by_key
 from ckptd.errors import UsageError
-from ckptd.lay.syntax import Alternatives, Glob, Name, NameIndex, NamePart, Text, join
+from ckptd.lay.syntax.tree import Alternatives, Glob, Name, NameIndex, NamePart, Text, join
 
 MAX_GLOBS = 8
 MAX_DEEP = 2

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckptd.errors import UsageError
 from ckptd.lay.resolve.equation import MeshShape
-from ckptd.lay.syntax import Pipe
+from ckptd.lay.syntax.tree import Pipe
 
 _MAX_SYMBOLS = 100_000
 _MAX_DEPTH = 16

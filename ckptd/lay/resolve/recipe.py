@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckptd.errors import UsageError
-from ckptd.lay.syntax import Layout, Rule, Statement, Use
+from ckptd.lay.syntax.tree import Layout, Rule, Statement, Use
 
 _MAX_MORE = 4096
 _MAX_DEPTH = 64

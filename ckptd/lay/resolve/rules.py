@@ -16,28 +16,7 @@ from ckptd.lay.resolve.lets import Lets
 from ckptd.lay.resolve.numbers import ALL, Numbers
 from ckptd.lay.resolve.path import paths
 from ckptd.lay.resolve.pattern import covers, encoded
-from ckptd.lay.syntax import (
-    Alias,
-    Atom,
-    Dim,
-    FollowRows,
-    For,
-    Glob,
-    Modifier,
-    Name,
-    NameIndex,
-    On,
-    Pad,
-    Product,
-    Replicas,
-    Rest,
-    Split,
-    Sum,
-    Text,
-    Wild,
-    join,
-    show,
-)
+from ckptd.lay.syntax import show, tree
 
 FOLLOWER = "lora_B"
 """End of the names of a follower's tensors, after the name of the tensor that they follow."""
@@ -61,7 +40,7 @@ class RuleTable:
 
     def __init__(self, families: Families, lets: Lets) -> None:
         self.equations: list[Equation] = []
-        self.drops: list[tuple[Name, int]] = []
+        self.drops: list[tuple[tree.Name, int]] = []
         self.findings: list[Finding] = []
         self._some: list[Equation] = []
         self._families = families
@@ -75,7 +54,7 @@ class RuleTable:
         UsageError
             ``lay-rule``: aliases, followers or numbers ask each rule for too many others.
         """
-        asking = sum(_waits(d) or any(isinstance(m, For) for m in d.modifiers) for d in drafts)
+        asking = sum(_waits(d) or any(isinstance(m, tree.For) for m in d.modifiers) for d in drafts)
         if asking * len(drafts) > _MAX_PAIRS:
             raise _wrong(
                 f"aliases, followers and 'for' compare more than {_MAX_PAIRS} pairs of rules"
@@ -131,10 +110,10 @@ class RuleTable:
         """Return the equations of a rule; none if it is wrong, which is noted."""
         try:
             if is_drop(rule):
-                if any(isinstance(m, For) for m in rule.modifiers):
+                if any(isinstance(m, tree.For) for m in rule.modifiers):
                     raise _wrong("drop leaves out all tensors of a name: it has no 'for'")
                 return []
-            if any(isinstance(m, FollowRows) for m in rule.modifiers):
+            if any(isinstance(m, tree.FollowRows) for m in rule.modifiers):
                 return list(self._followers(rule, ready))
             if _waits(rule):
                 rule = self._alias(rule, ready)
@@ -181,17 +160,17 @@ class RuleTable:
             raise _wrong("alias needs the logical tensor that it is another copy of: alias E")
         family = self._families.find(rule.reference, (), rule.near)
         for other in ready:
-            aliases = any(isinstance(m, Alias) for m in other.modifiers)
+            aliases = any(isinstance(m, tree.Alias) for m in other.modifiers)
             if list(other.families.values()) == [family] and not aliases:
                 return replace(rule, dims=other.dims)
         raise _wrong(f"no rule holds {family.name} alone: write the dimensions of this copy")
 
     def _followers(self, rule: Draft, ready: Sequence[Equation]) -> Iterator[Equation]:
-        follow = next(m for m in rule.modifiers if isinstance(m, FollowRows))
+        follow = next(m for m in rule.modifiers if isinstance(m, tree.FollowRows))
         followed = _followed(follow.name, ready)
         if not followed:
             raise _wrong(f"follow rows({show(follow.name)}): no rule has such a name")
-        beginning = rule.name.parts[:1] == (Glob(deep=True),)
+        beginning = rule.name.parts[:1] == (tree.Glob(deep=True),)
         if len(followed) > 1 and not beginning:
             names = ", ".join(show(e.name) for e in followed[:4])
             raise _wrong(f"follow rows({show(follow.name)}) may be {names}: write more of the name")
@@ -202,15 +181,17 @@ class RuleTable:
         """Return the equation of a tensor whose first dimension is that of another one."""
         if not other.dims:
             raise _wrong(f"{show(other.name)} has no rows to follow")
-        pattern = rule.dims or (Wild(), Atom("r"))
-        if not isinstance(pattern[0], Wild) or any(isinstance(d, Wild) for d in pattern[1:]):
+        pattern = rule.dims or (tree.Wild(), tree.Atom("r"))
+        if not isinstance(pattern[0], tree.Wild) or any(
+            isinstance(d, tree.Wild) for d in pattern[1:]
+        ):
             raise _wrong("a follower's first dimension is '_', the one that it follows")
         dims = wrapped(pattern, (other.dims[0], *pattern[1:])) or ()
         dims = (dims[0], *(self._lets.dim(rule.lets.dim(d)) for d in dims[1:]))
         _check_dims(dims)
         suffix = _suffix(rule)
         families = dict(_derived(self._families, other, dims, suffix))
-        modifiers = tuple(m for m in rule.modifiers if not isinstance(m, FollowRows))
+        modifiers = tuple(m for m in rule.modifiers if not isinstance(m, tree.FollowRows))
         name = _beside(rule.name, other.name) if beginning else rule.name
         only = _only(replace(rule, name=name), families.values(), other.pinned, self._lets)
         only = _both(only, other.only)
@@ -222,7 +203,7 @@ def _only(
 ) -> dict[str, Numbers]:
     """Return the numbers that a rule's names have: its own, and those of all its tensors."""
     out = numbers_of(rule.modifiers, lets)
-    indexes = {p.axis for p in rule.name.parts if isinstance(p, NameIndex)}
+    indexes = {p.axis for p in rule.name.parts if isinstance(p, tree.NameIndex)}
     for axis in out:
         if axis not in indexes:
             raise _wrong(f"'for {axis}' leaves out names, and the name has no index {{{axis}}}")
@@ -248,17 +229,17 @@ def _both(one: Mapping[str, Numbers], two: Mapping[str, Numbers]) -> dict[str, N
 
 def _has_names(earlier: Equation, later: Equation) -> bool:
     """Whether an earlier rule has all names of a later one, but for numbers that it lacks."""
-    on = {(m.axis, m.coordinate) for m in earlier.modifiers if isinstance(m, On)}
-    if not on <= {(m.axis, m.coordinate) for m in later.modifiers if isinstance(m, On)}:
+    on = {(m.axis, m.coordinate) for m in earlier.modifiers if isinstance(m, tree.On)}
+    if not on <= {(m.axis, m.coordinate) for m in later.modifiers if isinstance(m, tree.On)}:
         return False
-    indexes = {p.axis for p in later.name.parts if isinstance(p, NameIndex)}
+    indexes = {p.axis for p in later.name.parts if isinstance(p, tree.NameIndex)}
     return set(earlier.only) <= indexes and covers(earlier.name, later.name)
 
 
 def _waits(rule: Draft) -> bool:
     """Whether a rule takes its dimensions from one that is looked up first."""
-    alias = any(isinstance(m, Alias) for m in rule.modifiers) and not rule.dims
-    return alias or any(isinstance(m, FollowRows) for m in rule.modifiers)
+    alias = any(isinstance(m, tree.Alias) for m in rule.modifiers) and not rule.dims
+    return alias or any(isinstance(m, tree.FollowRows) for m in rule.modifiers)
 
 
 def _suffix(rule: Draft) -> str:
@@ -266,13 +247,13 @@ def _suffix(rule: Draft) -> str:
     match rule.reference:
         case None:
             return FOLLOWER
-        case Name(parts=(Text(text=text),)) if "." not in text:
+        case tree.Name(parts=(tree.Text(text=text),)) if "." not in text:
             return text
     raise _wrong("the reference of a follower must be one word: the name of its tensors")
 
 
 def _derived(
-    families: Families, other: Equation, dims: Sequence[Dim], suffix: str
+    families: Families, other: Equation, dims: Sequence[tree.Dim], suffix: str
 ) -> Iterator[tuple[Tags, Family]]:
     """Yield the logical tensors that the rows of another rule lead to."""
     rows = len(paths(dims[:1])[0].tags)
@@ -290,7 +271,7 @@ def _derived(
             yield path.tags, families.derived(base, name, (*indexes, *ordered, *rest))
 
 
-def _followed(wanted: Name, equations: Sequence[Equation]) -> list[Equation]:
+def _followed(wanted: tree.Name, equations: Sequence[Equation]) -> list[Equation]:
     """Return the equations whose name is meant: all of it, its end, or components of it."""
     text = encoded(wanted)
     names = [(encoded(e.name), e) for e in equations]
@@ -305,48 +286,48 @@ def _followed(wanted: Name, equations: Sequence[Equation]) -> list[Equation]:
     return []
 
 
-def _beside(name: Name, followed: Name) -> Name:
+def _beside(name: tree.Name, followed: tree.Name) -> tree.Name:
     """Return a follower's name with ``**`` standing for the followed name."""
     parts = list(followed.parts)
     last = parts[-1]
-    if isinstance(last, Text) and last.text.endswith(_WEIGHT):
-        parts[-1] = Text(last.text.removesuffix(_WEIGHT))
-    mine = {p.axis: p for p in name.parts if isinstance(p, NameIndex)}
-    parts = [mine.get(p.axis, p) if isinstance(p, NameIndex) else p for p in parts]
-    return Name(join((*parts, *name.parts[1:])), at=name.at)
+    if isinstance(last, tree.Text) and last.text.endswith(_WEIGHT):
+        parts[-1] = tree.Text(last.text.removesuffix(_WEIGHT))
+    mine = {p.axis: p for p in name.parts if isinstance(p, tree.NameIndex)}
+    parts = [mine.get(p.axis, p) if isinstance(p, tree.NameIndex) else p for p in parts]
+    return tree.Name(tree.join((*parts, *name.parts[1:])), at=name.at)
 
 
-def _is_another(modifier: Modifier) -> bool:
+def _is_another(modifier: tree.Modifier) -> bool:
     """Whether a rule with this holds what another one holds as well."""
-    is_any = isinstance(modifier, Replicas) and modifier.kind == "any"
-    return is_any or isinstance(modifier, Alias)
+    is_any = isinstance(modifier, tree.Replicas) and modifier.kind == "any"
+    return is_any or isinstance(modifier, tree.Alias)
 
 
 def _in_place(own: Equation, other: Equation) -> bool:
     """Whether a rule can represent another one: on all of its ranks, for all of its numbers."""
-    ranks = {m for m in own.modifiers if isinstance(m, On)}
-    if ranks and ranks != {m for m in other.modifiers if isinstance(m, On)}:
+    ranks = {m for m in own.modifiers if isinstance(m, tree.On)}
+    if ranks and ranks != {m for m in other.modifiers if isinstance(m, tree.On)}:
         return False
     return own.pinned == other.pinned and all(
         n.covers(other.only.get(a, ALL)) for a, n in own.only.items()
     )
 
 
-def _check_dims(dims: Sequence[Dim]) -> None:
+def _check_dims(dims: Sequence[tree.Dim]) -> None:
     for dim in dims:
         if _unfilled(dim):
             raise _wrong("''_' and '...' repeat dimensions of a rule that this layout uses")
 
 
-def _unfilled(dim: Dim) -> bool:
+def _unfilled(dim: tree.Dim) -> bool:
     match dim:
-        case Wild() | Rest():
+        case tree.Wild() | tree.Rest():
             return True
-        case Split() | Pad():
+        case tree.Split() | tree.Pad():
             return _unfilled(dim.inner)
-        case Product():
+        case tree.Product():
             return any(map(_unfilled, dim.parts))
-        case Sum():
+        case tree.Sum():
             return any(_unfilled(b.dim) for b in dim.branches)
     return False
 

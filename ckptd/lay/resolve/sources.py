@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.lay.resolve.recipe import is_recipe, with_recipes
-from ckptd.lay.syntax import File, Layout, Let, Mesh, Position, Space, SyntaxNode, Use
+from ckptd.lay.syntax.tree import File, Layout, Let, Mesh, Position, Space, SyntaxNode, Use
 
 Loader: TypeAlias = Callable[[str], File]
 """Returns a shipped file by name; raises a `ckptd.errors.CkptdError` if there is none."""

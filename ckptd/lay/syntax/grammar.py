@@ -12,18 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from ckptd.lay.syntax import tree
-from ckptd.lay.syntax.expressions import (
-    DIMS,
-    FILE_NAME,
-    FORMS,
-    LET,
-    NAME,
-    SPLITS,
-    VALUE,
-    name,
-    show_name,
-)
+from ckptd.lay.syntax import expressions, tree
 from ckptd.lay.syntax.lexer import Scanner, SourceLine, quote
 from ckptd.lay.syntax.pieces import (
     AnyOrder,
@@ -86,7 +75,7 @@ def show(node: Shown) -> str:
     str
         One line, or several for a `Space`, a `Layout` and a `File`, which ends with a line end.
     """
-    form = FORMS.get(type(node))
+    form = expressions.FORMS.get(type(node))
     if form is None:
         raise TypeError(f"{type(node).__name__} is not part of a program")
     return form.show(node)
@@ -116,12 +105,12 @@ def _range_end(what: str) -> Syntax[int | tree.Value]:
         if not s.at("("):
             return number.take(s)
         s.open("(")
-        found = VALUE.take(s)
+        found = expressions.VALUE.take(s)
         s.close(")", "after the value")
         return found.value if isinstance(found, tree.Number) else found
 
     def show(end: int | tree.Value) -> str:
-        return show_count(end) if isinstance(end, int) else f"({VALUE.show(end)})"
+        return show_count(end) if isinstance(end, int) else f"({expressions.VALUE.show(end)})"
 
     number = count(what)
     return Pair(take, show)
@@ -190,10 +179,11 @@ _MODIFIER: FormChoice[tree.Modifier] = FormChoice(
         Field("block", integers("the lengths of a block", show_count)),
         Marks(", ", "and scale={name}_scale"),
         "scale=",
-        Field("scale", name("the name of the scales")),
+        Field("scale", expressions.name("the name of the scales")),
         OptionalParts(" as ", Field("kind", word("a type: float8_e8m0fnu, uint8, ..."))),
         OptionalParts(
-            Marks(", overall="), Field("overall", name("the name of the scale of all scales"))
+            Marks(", overall="),
+            Field("overall", expressions.name("the name of the scale of all scales")),
         ),
         ")",
     ),
@@ -221,7 +211,7 @@ _MODIFIER: FormChoice[tree.Modifier] = FormChoice(
         "follow ",
         Marks("rows", "after follow"),
         Marks("(", "and the name of the tensor to follow"),
-        Field("name", NAME),
+        Field("name", expressions.NAME),
         ")",
     ),
     same=_REPLICAS,
@@ -239,7 +229,7 @@ _TAIL = Field("modifiers", several(_MODIFIER, _MODIFIER.is_ahead, lead=" "))
 def _is_reference(s: Scanner, mark: str = "[") -> bool:
     """Whether the word that comes next is itself a name: ``drop[h]``, ``flat = E[h]``."""
     back = s.pos
-    NAME.take(s)
+    expressions.NAME.take(s)
     found = s.at(mark)
     s.pos = back
     return found
@@ -256,7 +246,7 @@ def _take_right(s: Scanner) -> Right:
     if s.at("alias") and not _is_reference(s):
         first = (_ALIAS.take(s),)
     reference = _REFERENCE.take(s)
-    shape = DIMS.take(s) if s.at("[") or not first else ()
+    shape = expressions.DIMS.take(s) if s.at("[") or not first else ()
     return reference, shape, (*first, *MODIFIERS.take(s))
 
 
@@ -265,15 +255,15 @@ def _show_right(right: Right) -> str:
     if reference is None:
         return MODIFIERS.show(modifiers)
     alias = bool(modifiers) and isinstance(modifiers[0], tree.Alias)
-    shape = DIMS.show(dims) if dims or not alias else ""
-    text = f"{'alias ' if alias else ''}{show_name(reference)}{shape}"
+    shape = expressions.DIMS.show(dims) if dims or not alias else ""
+    text = f"{'alias ' if alias else ''}{expressions.show_name(reference)}{shape}"
     return text + _TAIL.piece.show(modifiers[alias:])
 
 
-_REFERENCE = name("the logical tensor: L{l}.q[...], or drop")
+_REFERENCE = expressions.name("the logical tensor: L{l}.q[...], or drop")
 RULE = Form(
     tree.Rule,
-    Field("name", name("the name of a tensor")),
+    Field("name", expressions.name("the name of a tensor")),
     Marks(" = ", "after the name"),
     Field("reference dims modifiers", Pair(_take_right, _show_right)),
 )
@@ -283,7 +273,7 @@ RULE = Form(
 
 def _take_cut(s: Scanner) -> tuple[str, tree.Contiguous]:
     at = s.peek().start
-    cuts = SPLITS.take(s)
+    cuts = expressions.SPLITS.take(s)
     if len(cuts) != 1:
         raise s.fail("one mesh axis to cut the buffer over: @dp", start=at, end=max(s.pos, at + 1))
     axis, how = cuts[0]
@@ -302,7 +292,7 @@ def _take_group(s: Scanner) -> tuple[str, tree.Name | None, int]:
     found = None
     if kind == "group" or s.at("("):
         s.open("(", "and the names that share a buffer")
-        found = NAME.take(s)
+        found = expressions.NAME.take(s)
         s.close(")")
     full = kind == "parts" and s.peek().kind == "number"
     return kind, found, _BUCKET.take(s) if full else 0
@@ -310,7 +300,7 @@ def _take_group(s: Scanner) -> tuple[str, tree.Name | None, int]:
 
 def _show_group(group: tuple[str, tree.Name | None, int]) -> str:
     kind, found, elements = group
-    names = f"({show_name(found)})" if found else ""
+    names = f"({expressions.show_name(found)})" if found else ""
     full = kind == "bucket" or (kind == "parts" and elements)
     return f"{kind}{names}{f' {show_count(elements)}' if full else ''}"
 
@@ -318,7 +308,7 @@ def _show_group(group: tuple[str, tree.Name | None, int]) -> str:
 _GROUP_KIND = one_of("group", "each", "bucket", "parts", behind=" after flat")
 _BUCKET = count("the number of elements of a bucket")
 _GROUP = Form(tree.FlatGroup, Field("kind name elements", Pair(_take_group, _show_group)))
-_CALLED = Pair(NAME.take, lambda found: show_name(found, quoted=True))
+_CALLED = Pair(expressions.NAME.take, lambda found: expressions.show_name(found, quoted=True))
 _SOME_STATES = separated(word("a state: params, m, s, w or *"), ",")
 _STATES_OF = Pair(lambda s: ("*",) if s.accept("*") else _SOME_STATES.take(s), ",".join)
 
@@ -362,13 +352,13 @@ def _take_stored(s: Scanner) -> _StoredParts:
         return params, states, (), None
     if params != tree.Stored().params:
         raise s.fail("states alone before 'of'", start=start, end=s.pos)
-    return params, states, (), NAME.take(s)
+    return params, states, (), expressions.NAME.take(s)
 
 
 def _show_stored(found: _StoredParts) -> str:
     default = tree.Stored()
     more = f" with {STATES.show(found[2])}" if found[2] else ""
-    more += f" of {show_name(found[3])}" if found[3] else ""
+    more += f" of {expressions.show_name(found[3])}" if found[3] else ""
     states = "" if found[1] == default.states and not more else f" states {quote(found[1])}"
     params = "" if found[0] == default.params and states else f" {quote(found[0])}"
     return params + states + more
@@ -377,19 +367,19 @@ def _show_stored(found: _StoredParts) -> str:
 _USE = Form(tree.Use, "use ", Field("name", dotted("the name of a layout or space")))
 STATEMENTS: dict[str, Form[Any]] = {
     "use": _USE,
-    "default": Form(tree.Default, "default ", Field("dims", DIMS), _TAIL),
+    "default": Form(tree.Default, "default ", Field("dims", expressions.DIMS), _TAIL),
     "flat": Form(
         tree.Flat,
         "flat ",
         Field("group", _GROUP),
         " ",
-        Field("split", Pair(_take_cut, lambda cut: SPLITS.show((cut,)))),
+        Field("split", Pair(_take_cut, lambda cut: expressions.SPLITS.show((cut,)))),
         Marks(" of ", "and the states: params, m, s, w or *"),
         Field("states", _STATES_OF),
         AnyOrder(
             OptionalParts(" order ", Field("order", one_of("module", "reverse", "robin"))),
-            OptionalParts(" start", Marks("/", "after start"), Field("start", VALUE)),
-            OptionalParts(" end", Marks("/", "after end"), Field("end", VALUE)),
+            OptionalParts(" start", Marks("/", "after start"), Field("start", expressions.VALUE)),
+            OptionalParts(" end", Marks("/", "after end"), Field("end", expressions.VALUE)),
             OptionalParts(" as ", Field("called", _CALLED)),
         ),
         _TAIL,
@@ -415,7 +405,7 @@ STATEMENTS: dict[str, Form[Any]] = {
             Pair(_take_change, lambda c: "=".join(c) if c[0] == "reduce" else c[0]),
         ),
     ),
-    "files": Form(tree.Files, "files ", Field("name", FILE_NAME)),
+    "files": Form(tree.Files, "files ", Field("name", expressions.FILE_NAME)),
     "stored": Form(
         tree.Stored,
         "stored",
@@ -436,7 +426,7 @@ def _statement(s: Scanner) -> Syntax[Any]:
     near = get_close_matches(token.text, STATEMENTS, n=1)
     if near:
         raise s.fail("a statement", start=token.start, end=token.end, hint=f"{near[0]}?")
-    NAME.take(s)
+    expressions.NAME.take(s)
     hint = f"a layout holds rules (name = reference[dims]) and {', '.join(STATEMENTS)}"
     raise s.fail("'=' after the name", hint=hint)
 
@@ -460,7 +450,7 @@ def _conditions_ahead(s: Scanner) -> bool:
 def _take_family_name(s: Scanner) -> tree.Name:
     start = s.peek().start
     short = s.at(".")
-    found = name("a tensor: L{l}.q[kv rep hd h]").take(s)
+    found = expressions.name("a tensor: L{l}.q[kv rep hd h]").take(s)
     if short:
         found = tree.Name(tree.join((*_prefix(s, start), *found.parts)), at=found.at)
     s.family = found
@@ -481,7 +471,9 @@ def _prefix(s: Scanner, start: int) -> tuple[tree.NamePart, ...]:
 def _show_family_name(found: tree.Name) -> str:
     # A bare name that begins with a dot goes on from the family before it.
     first = found.parts[0]
-    return show_name(found, quoted=isinstance(first, tree.Text) and first.text.startswith("."))
+    return expressions.show_name(
+        found, quoted=isinstance(first, tree.Text) and first.text.startswith(".")
+    )
 
 
 def _take_state(s: Scanner) -> tuple[str, str]:
@@ -518,7 +510,7 @@ _LET = Form(
     "let ",
     Field("name", word("a name: let kv = 8")),
     Marks(" = ", "and what it means"),
-    Field("value", LET),
+    Field("value", expressions.LET),
 )
 SCALAR = Form(
     tree.Scalar,
@@ -753,7 +745,7 @@ def _show_file(file: tree.File) -> str:
 ITEM: Syntax[Item] = Pair(_take_item, show)
 FILE = Pair(_take_file, _show_file)
 
-FORMS[tree.File] = FILE
+expressions.FORMS[tree.File] = FILE
 for _form in (
     *ITEMS.values(),
     *STATEMENTS.values(),
@@ -762,4 +754,4 @@ for _form in (
     *(RULE, FAMILY, _STATE, _GROUP, _AXIS),
 ):
     if isinstance(_form, Form | BlockForm):
-        FORMS[_form.node] = _form
+        expressions.FORMS[_form.node] = _form

@@ -19,7 +19,7 @@ from ckptd.checkpoint.format.witness import splitmix64
 from ckptd.lay.live import Transfers
 from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.ruleform import RuleForm
-from ckptd.lay.syntax import Average, Replicas
+from ckptd.lay.syntax.tree import Average, Replicas
 from ckptd.reshard.elements import follow
 from ckptd.reshard.live.plan import Outgoing
 

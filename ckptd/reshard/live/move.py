@@ -37,7 +37,7 @@ from ckptd.errors import (
     first_few,
 )
 from ckptd.lay.live import Transfers
-from ckptd.lay.syntax import Average
+from ckptd.lay.syntax.tree import Average
 from ckptd.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, changed_dtype
 from ckptd.reshard.live.check import Sampler

@@ -19,7 +19,7 @@ from ckptd.errors import UsageError, first_few
 from ckptd.lay.held import held
 from ckptd.lay.resolve import Bound, Equation, Ints, MeshShape, ValueScope, scope_of
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     Assigned,
     Atom,
     Dim,
@@ -31,12 +31,12 @@ from ckptd.lay.syntax import (
     NameIndex,
     Pad,
     Product,
+    Range,
     Rule,
     Split,
     Statement,
     Sum,
 )
-from ckptd.lay.syntax.tree import Range
 from ckptd.reshard.layouts import LayoutProgram
 
 ExpertTable: TypeAlias = Sequence[Sequence[int]]

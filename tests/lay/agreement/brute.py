@@ -20,7 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.lay.resolve import Bound, Equation, Family, Tags
-from ckptd.lay.syntax import Alias, Atom, Dim, Flat, Glob, Name, NameIndex, On, Pipe, Split, Text
+from ckptd.lay.syntax.tree import (
+    Alias,
+    Atom,
+    Dim,
+    Flat,
+    Glob,
+    Name,
+    NameIndex,
+    On,
+    Pipe,
+    Split,
+    Text,
+)
 from tests.lay.agreement.brute_sequences import Entry, Place, Sequences, Wrong, dealt, split_axes
 
 __all__ = ["Brute", "Cells", "Numbering", "Place", "Wrong", "load", "save"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Alias, Average, Dim, Pad, Product, Replicas, Split, Sum
+from ckptd.lay.syntax.tree import Alias, Average, Dim, Pad, Product, Replicas, Split, Sum
 from tests.lay.agreement.brute import Brute
 from tests.lay.agreement.programs_random import pair
 

@@ -14,7 +14,7 @@ from ckptd.base.grids.grid import Piece
 from ckptd.lay.copies import Composition, Copy, TargetPlan, compose
 from ckptd.lay.live import LiveCopy, LivePlan, Transfers
 from ckptd.lay.resolve import Bound
-from ckptd.lay.syntax import Alias
+from ckptd.lay.syntax.tree import Alias
 from tests.lay.agreement.brute import Brute, Cells, Numbering
 
 __all__ = ["Judge", "apply", "piece_of", "positions"]

@@ -9,7 +9,7 @@ from itertools import product
 from typing import TypeAlias, TypeVar
 
 from ckptd.lay.resolve import Bound, MeshShape, Tags
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     Assigned,
     Atom,
     Dim,

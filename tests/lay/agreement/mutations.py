@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import (
     Alternatives,
     Assigned,
     Branch,
@@ -38,7 +39,6 @@ from ckptd.lay.syntax import (
     Sum,
     Text,
     Widths,
-    show,
 )
 
 __all__ = ["KINDS", "Mutant", "mutants"]

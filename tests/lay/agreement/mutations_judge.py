@@ -25,7 +25,7 @@ from ckptd.lay.copies import compose
 from ckptd.lay.live import Transfers
 from ckptd.lay.local import local_tensors
 from ckptd.lay.resolve import Bound, Resolved, raise_first, resolve
-from ckptd.lay.syntax import File
+from ckptd.lay.syntax.tree import File
 from tests.lay.agreement.brute import Brute, Numbering, filled
 from tests.lay.agreement.brute_judge import apply
 

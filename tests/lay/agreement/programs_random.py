@@ -13,7 +13,8 @@ from random import Random
 from hypothesis import strategies as st
 
 from ckptd.lay.resolve import Bound, resolve
-from ckptd.lay.syntax import File, Let, Space, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import File, Let, Space
 from tests.lay.agreement.programs_random_constructs import constructs
 from tests.lay.agreement.programs_random_layout import LayoutMaker
 from tests.lay.agreement.programs_random_space import SpaceMaker, families

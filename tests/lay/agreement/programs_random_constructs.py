@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptd.lay.resolve import Equation, Resolved
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     UNIT,
     Alias,
     Assigned,

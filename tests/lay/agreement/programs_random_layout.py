@@ -11,7 +11,7 @@ from typing import Literal
 
 from ckptd.lay.resolve import Bound, MeshShape, Resolved, independent
 from ckptd.lay.resolve.mesh import mesh_shape
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     UNIT,
     Alias,
     Arithmetic,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax.tree import (
     Atom,
     Dim,
     FollowedState,
@@ -18,11 +18,11 @@ from ckptd.lay.syntax import (
     NameIndex,
     NamePart,
     Product,
+    Range,
     SpaceTensor,
     Text,
     join,
 )
-from ckptd.lay.syntax.tree import Range
 
 __all__ = [
     "Block",

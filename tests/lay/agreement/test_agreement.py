@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from ckptd.lay.bind import bind_ranks, bind_stored
 from ckptd.lay.check import check, check_bound
 from ckptd.lay.resolve import Bound, Equation, resolve
-from ckptd.lay.syntax import NOWHERE, Dim, Pad, Product, Split, Sum, parse, show
+from ckptd.lay.syntax import parse, show
+from ckptd.lay.syntax.tree import NOWHERE, Dim, Pad, Product, Split, Sum
 from tests.lay.agreement.brute import Brute
 from tests.lay.agreement.brute_judge import Judge
 from tests.lay.agreement.programs_random import Pair, pair, pairs

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.lay.syntax import File, Layout, Reshard, parse
+from ckptd.lay.syntax import parse
+from ckptd.lay.syntax.tree import File, Layout, Reshard
 from tests.lay.agreement.mutations import KINDS, Mutant, mutants
 from tests.lay.agreement.mutations_judge import Reader
 

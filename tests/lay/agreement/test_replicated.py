@@ -9,7 +9,7 @@ from ckptd.base.grids.block import flat_regions
 from ckptd.lay.replicated import ReplicatedParts
 from ckptd.lay.resolve import Bound
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Replicas
+from ckptd.lay.syntax.tree import Replicas
 from tests.lay.agreement.brute_holders import Holding, drawn_layouts
 
 PROGRAMS = 120

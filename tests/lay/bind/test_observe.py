@@ -15,7 +15,8 @@ from ckptd.lay.check import check_bound
 from ckptd.lay.local import local_tensors
 from ckptd.lay.resolve import Bound, Equation, Resolved, ValueScope, resolve
 from ckptd.lay.stored import StoredForm
-from ckptd.lay.syntax import Atom, Dim, File, NameIndex, On, Split, Text, parse, show
+from ckptd.lay.syntax import parse, show
+from ckptd.lay.syntax.tree import Atom, Dim, File, NameIndex, On, Split, Text
 from tests.lay.meaning import seq
 
 Shape = tuple[int, ...]

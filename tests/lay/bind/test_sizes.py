@@ -12,7 +12,7 @@ from ckptd.lay.bind.lengths import Lengths, Monomial, Polynomial, of_value, summ
 from ckptd.lay.bind.sizes import Constraint, Origin, Solution, solve
 from ckptd.lay.bind.system import linear, ratios
 from ckptd.lay.resolve import ValueScope
-from ckptd.lay.syntax import Position
+from ckptd.lay.syntax.tree import Position
 from tests.lay.meaning import seq
 from tests.lay.syntax.parts import parse_dim, parse_value
 

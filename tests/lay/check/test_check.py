@@ -8,7 +8,8 @@ from ckptd.errors import NotFoundError
 from ckptd.lay.check import check, check_bound, check_program
 from ckptd.lay.check.layouts import Observation
 from ckptd.lay.resolve import Bound, Finding, resolve
-from ckptd.lay.syntax import File, parse
+from ckptd.lay.syntax import parse
+from ckptd.lay.syntax.tree import File
 
 SPACE = """
 space s {

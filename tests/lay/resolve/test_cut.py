@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.resolve import ValueScope, assigned_runs, evaluate, part, parts
-from ckptd.lay.syntax import EVEN, Arithmetic, Assigned, Even, How, Number, Size, Widths
+from ckptd.lay.syntax.tree import EVEN, Arithmetic, Assigned, Even, How, Number, Size, Widths
 from tests.lay.meaning import part_of
 
 SCOPE = ValueScope({"f": 12, "tp": 99}, {"tp": 4})

@@ -9,7 +9,8 @@ from ckptd.lay.bind import bind_stored
 from ckptd.lay.resolve import drafts as resolve_draft
 from ckptd.lay.resolve import is_recipe, resolve
 from ckptd.lay.resolve.sources import ProgramSource
-from ckptd.lay.syntax import File, Layout, Use, load, parse
+from ckptd.lay.syntax import load, parse
+from ckptd.lay.syntax.tree import File, Layout, Use
 
 
 def uses(depth: int, times: int) -> str:

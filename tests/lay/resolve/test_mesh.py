@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import independent
 from ckptd.lay.resolve.mesh import mesh_shape
-from ckptd.lay.syntax import Mesh, MeshAxis
+from ckptd.lay.syntax.tree import Mesh, MeshAxis
 
 
 def mesh(*axes: tuple[str, int], local: tuple[tuple[str, int], ...] = ()) -> Mesh:

@@ -11,8 +11,8 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve import ALL, Numbers
 from ckptd.lay.resolve.conditions import numbers_of
 from ckptd.lay.resolve.lets import Lets
-from ckptd.lay.syntax import For, parse
-from ckptd.lay.syntax.tree import Range, Space
+from ckptd.lay.syntax import parse
+from ckptd.lay.syntax.tree import For, Range, Space
 
 FAR = 200
 NOTHING = Lets()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import Lookup, covers, filled, found_regex
 from ckptd.lay.resolve.pattern import encoded, rule_regex
-from ckptd.lay.syntax import EVEN, Glob, Name, NameIndex, Text, join, show
+from ckptd.lay.syntax import show
+from ckptd.lay.syntax.tree import EVEN, Glob, Name, NameIndex, Text, join
 from tests.lay.syntax.parts import parse_name
 
 

@@ -10,7 +10,7 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve import stage_parts
 from ckptd.lay.resolve.mesh import mesh_shape
 from ckptd.lay.resolve.pipe import stages
-from ckptd.lay.syntax import Mesh, MeshAxis, Pipe
+from ckptd.lay.syntax.tree import Mesh, MeshAxis, Pipe
 
 
 def unrolled(text: str) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import pytest
 
 from ckptd.lay.resolve import is_recipe, resolve, resolve_all
 from ckptd.lay.resolve.recipe import with_recipes
-from ckptd.lay.syntax import Layout, Use, library, parse, show
+from ckptd.lay.syntax import library, parse, show
+from ckptd.lay.syntax.tree import Layout, Use
 
 
 def find(use: Use) -> Layout:

@@ -9,7 +9,8 @@ import pytest
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.lay.matching import NameTemplates, ParsedName
 from ckptd.lay.resolve import Equation, Resolved, resolve, resolve_all
-from ckptd.lay.syntax import File, parse, show
+from ckptd.lay.syntax import parse, show
+from ckptd.lay.syntax.tree import File
 
 SPACE = """
 space llama {

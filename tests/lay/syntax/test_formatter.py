@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
-from ckptd.lay.syntax import File, format_text, parse, show
+from ckptd.lay.syntax import format_text, parse, show
 from ckptd.lay.syntax.parser import scan
+from ckptd.lay.syntax.tree import File
 from tests.lay.syntax import trees
 
 UGLY = """\

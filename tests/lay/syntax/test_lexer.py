@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
-from ckptd.lay.syntax import Position, lexer
+from ckptd.lay.syntax import lexer
 from ckptd.lay.syntax.lexer import Scanner, quote
+from ckptd.lay.syntax.tree import Position
 
 
 def tokens(text: str) -> list[tuple[str, str]]:

@@ -7,17 +7,8 @@ import re
 import pytest
 
 from ckptd.errors import UsageError
-from ckptd.lay.syntax import (
-    Layout,
-    Mesh,
-    NameIndex,
-    Rule,
-    Space,
-    Use,
-    format_text,
-    library,
-    parse,
-)
+from ckptd.lay.syntax import format_text, library, parse
+from ckptd.lay.syntax.tree import Layout, Mesh, NameIndex, Rule, Space, Use
 
 RECIPES = ["fsdp", "ddp", "zero1", "zero2", "zero3"]
 NAMES = [f"names.{n}" for n in ("ckptd", "plain", "dcp", "titan", "megatron")]

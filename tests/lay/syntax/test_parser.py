@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
-from ckptd.lay.syntax import (
+from ckptd.lay.syntax import format_text, parse, parse_statement, show
+from ckptd.lay.syntax.tree import (
     EVEN,
     Alias,
     Alternatives,
@@ -44,10 +45,6 @@ from ckptd.lay.syntax import (
     Text,
     Use,
     Widths,
-    format_text,
-    parse,
-    parse_statement,
-    show,
 )
 from tests.lay.syntax.parts import parse_dim, parse_item, parse_name, parse_rule
 

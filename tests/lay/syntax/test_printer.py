@@ -11,15 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.lay.syntax import (
-    format_text,
-    parse,
-    parse_statement,
-    read,
-    show,
-)
+from ckptd.lay.syntax import format_text, parse, parse_statement, show
 from ckptd.lay.syntax import tree as nodes
 from ckptd.lay.syntax.grammar import FAMILY, MODIFIERS, SCALAR, STATES
+from ckptd.lay.syntax.parser import read
 from tests.lay.syntax import trees
 from tests.lay.syntax.parts import parse_dim, parse_item, parse_name, parse_rule, parse_value
 

@@ -10,18 +10,9 @@ import pytest
 
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import is_recipe, resolve_all
-from ckptd.lay.syntax import (
-    Dim,
-    File,
-    Layout,
-    Modifier,
-    NamePart,
-    Statement,
-    Value,
-    library,
-    parse,
-)
+from ckptd.lay.syntax import library, parse
 from ckptd.lay.syntax.grammar import Item
+from ckptd.lay.syntax.tree import Dim, File, Layout, Modifier, NamePart, Statement, Value
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/reference/lay.md").read_text()

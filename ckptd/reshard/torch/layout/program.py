@@ -15,7 +15,7 @@ from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.errors import UsageError
 from ckptd.lay.matching import Matcher
 from ckptd.lay.resolve import Resolved
-from ckptd.lay.syntax import Average, File, Layout, Quantized
+from ckptd.lay.syntax.tree import Average, File, Layout, Quantized
 from ckptd.reshard.layouts import LayoutProgram, read_program, read_text
 
 _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
