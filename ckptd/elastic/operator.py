@@ -14,24 +14,12 @@ from typing import Any
 from ckptd.base.closing import Closing
 from ckptd.base.net.connection import Connection
 from ckptd.decoding import msgpack_decoder
+from ckptd.elastic import messages
 from ckptd.elastic.dial import PURPOSE, await_greeting, dial
-from ckptd.elastic.messages import (
-    Announce,
-    Answer,
-    Ask,
-    DoneEvent,
-    Notice,
-    OperatorCommand,
-    Order,
-    Status,
-    Subscribe,
-    Suspected,
-    ToOperator,
-)
 from ckptd.errors import CkptdError, NotFoundError
 
 _DIAL_S = 2.0
-_TO_OPERATOR = msgpack_decoder(ToOperator)
+_TO_OPERATOR = msgpack_decoder(messages.ToOperator)
 _PAUSE_S = 0.2
 _SILENCE_S = 10.0
 
@@ -67,7 +55,7 @@ class OperatorLink(Closing):
         self._connection: Connection | None = None
         self._number = 0
 
-    def status(self) -> Status:
+    def status(self) -> messages.Status:
         """Return what the controller knows now.
 
         Raises
@@ -75,33 +63,30 @@ class OperatorLink(Closing):
         NotFoundError
             None answers in time.
         """
-        answer = self._call(lambda number: Ask(number=number))
-        if not isinstance(answer, Status):
+        answer = self._call(lambda number: messages.Ask(number=number))
+        if not isinstance(answer, messages.Status):
             raise self._nobody(answer)
         return answer
 
-    def order(self, order: Order) -> Answer:
-        """Hand over an order; return what became of it.
+    def order(self, event: messages.DoneEvent) -> messages.Answer:
+        """Hand over an order, nodes that the monitor suspects, or one that will be taken away.
 
-        On return with ``ok`` the controller has taken it in; what follows from it shows in the
-        status. If the connection breaks after the order was sent, it is not sent again.
+        Returned is what became of it. With ``ok`` the controller has taken it in; what follows from
+        it shows in the status. If the connection breaks after it was sent, it is not sent again.
 
         Raises
         ------
         NotFoundError
-            None answers in time; the order may have arrived.
+            None answers in time; it may have arrived.
         """
-        return self._do(order)
+        answer = self._call(
+            lambda number: messages.OperatorCommand(number=number, event=event), once=True
+        )
+        if not isinstance(answer, messages.Answer):
+            raise self._nobody(answer)
+        return answer
 
-    def suspect(self, suspected: Suspected) -> Answer:
-        """Hand over the nodes that the monitor has named; see `order`."""
-        return self._do(suspected)
-
-    def notice(self, notice: Notice) -> Answer:
-        """Hand over that a node will be taken away; see `order`."""
-        return self._do(notice)
-
-    def statuses(self) -> Iterator[Status]:
+    def statuses(self) -> Iterator[messages.Status]:
         """Yield the status, and again after changes, on a connection of its own.
 
         It outlives restarts of the controller.
@@ -128,7 +113,7 @@ class OperatorLink(Closing):
 
     def subscribed(
         self, url: str = "", turn_s: float = 1.0
-    ) -> Generator[Status | None, None, None]:
+    ) -> Generator[messages.Status | None, None, None]:
         """Yield what one connection brings until it is silent, and None after each `turn_s`.
 
         Parameters
@@ -144,13 +129,13 @@ class OperatorLink(Closing):
         connection = self._dial(_DIAL_S)
         try:
             if url:
-                connection.send(Announce(number=2, url=url))
-            connection.send(Subscribe(number=1))
+                connection.send(messages.Announce(number=2, url=url))
+            connection.send(messages.Subscribe(number=1))
             last = time.monotonic()
             while time.monotonic() - last < _SILENCE_S:
                 for message in connection.take(_TO_OPERATOR, turn_s):
                     last = time.monotonic()
-                    if isinstance(message, Status):
+                    if isinstance(message, messages.Status):
                         yield message
                 yield None
         finally:
@@ -173,13 +158,12 @@ class OperatorLink(Closing):
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _do(self, event: DoneEvent) -> Answer:
-        answer = self._call(lambda number: OperatorCommand(number=number, event=event), once=True)
-        if not isinstance(answer, Answer):
-            raise self._nobody(answer)
-        return answer
-
-    def _call(self, request: Callable[[int], Ask | OperatorCommand], *, once: bool = False) -> Any:
+    def _call(
+        self,
+        request: Callable[[int], messages.Ask | messages.OperatorCommand],
+        *,
+        once: bool = False,
+    ) -> Any:
         end = time.monotonic() + self._timeout_s
         with self._lock:
             while True:
@@ -216,10 +200,15 @@ class OperatorLink(Closing):
             timeout_s=timeout_s,
         )[0]
 
-    def _answer(self, connection: Connection, number: int, end: float) -> Status | Answer:
+    def _answer(
+        self, connection: Connection, number: int, end: float
+    ) -> messages.Status | messages.Answer:
         while (left := end - time.monotonic()) > 0:
             for message in connection.take(_TO_OPERATOR, left):
-                if isinstance(message, Status | Answer) and message.number == number:
+                if (
+                    isinstance(message, messages.Status | messages.Answer)
+                    and message.number == number
+                ):
                     return message
         raise TimeoutError("the controller does not answer")
 

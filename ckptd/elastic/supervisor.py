@@ -225,7 +225,7 @@ class Supervisor:
                 Notice(node=hint.node, seconds=hint.seconds, reason=hint.reason[:200])
             )
         while self._notices:
-            self._link.notice(self._notices[0])
+            self._link.order(self._notices[0])
             del self._notices[0]
         if self._stop is None:
             self._revive()

@@ -13,13 +13,7 @@ from typing import Any
 import msgspec
 
 from ckptd.decoding import converter
-from ckptd.elastic.messages import (
-    Answer,
-    Order,
-    OrderKind,
-    Status,
-    Suspected,
-)
+from ckptd.elastic.messages import Answer, Order, OrderKind, Status, Suspected
 from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, UsageError
 
@@ -81,8 +75,8 @@ class ControllerLink:
 
     # --- orders -----------------------------------------------------------------------------------
 
-    def order(self, order: Order) -> Answer:
-        """Send an order and return the answer. Any thread may call it, and waits.
+    def order(self, order: Order | Suspected) -> Answer:
+        """Send an order, or suspected nodes; return the answer. Any thread may call it, and waits.
 
         Raises
         ------
@@ -90,10 +84,6 @@ class ControllerLink:
             No answer came in time; the order may have arrived.
         """
         return self._calls.order(order)
-
-    def suspect(self, suspected: Suspected) -> Answer:
-        """Send the nodes that the monitor suspects; see `order`."""
-        return self._calls.suspect(suspected)
 
     # --- statuses ---------------------------------------------------------------------------------
 

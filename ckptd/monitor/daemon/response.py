@@ -376,7 +376,7 @@ class Responder:
             generation=incident.generation,
         )
         try:
-            answer = self.controller.suspect(suspected)
+            answer = self.controller.order(suspected)
         except NotFoundError:
             with self._lock:
                 self._asked.discard(incident.id)

@@ -245,7 +245,7 @@ def test_orders_of_all_kinds(tmp_path: Path) -> None:
         assert {node.running for node in nodes} == {0}
         assert operator.order(Order(kind=OrderKind.RESUME)).ok
         status_when(operator, lambda s: s.state == "running", "running again")
-        assert operator.suspect(Suspected(nodes=(), reason="slow")).ok
+        assert operator.order(Suspected(nodes=(), reason="slow")).ok
         status_when(operator, lambda s: any(r.cause == "slow" for r in s.recoveries), "slow")
         seen = next(iter(operator.statuses()))
         assert seen.job == "j"

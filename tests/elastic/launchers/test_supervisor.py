@@ -165,7 +165,7 @@ class Busy(LocalLauncher):
 
 def test_another_node_that_could_not_be_had_is_asked_for_again() -> None:
     said: list[str] = []
-    link: Any = SimpleNamespace(notice=lambda _: None)
+    link: Any = SimpleNamespace(order=lambda _: None)
     status: Any = SimpleNamespace(relaunch=("n0", "n1"), reason="gone")
     with Busy(["n0", "n1"], lambda _: ["sleep", "600"], spares=["n2"]) as launcher:
         launcher.drain("n0", 0.0, "gone")
