@@ -31,19 +31,6 @@ __all__ = [
     "shorten",
 ]
 
-_MODULES = {
-    "main": ("app",),
-    "output": (
-        "Document",
-        "Json",
-        "flag",
-        "json_text",
-        "note",
-        "print_document",
-        "print_table",
-        "shorten",
-    ),
-}
+_HOMES = dict.fromkeys(__all__, "ckptd.cli.output") | {"app": "ckptd.cli.main"}
 
-
-__getattr__ = front(__name__, {n: f"ckptd.cli.{m}" for m, names in _MODULES.items() for n in names})
+__getattr__ = front(__name__, _HOMES)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
     from ckptd.elastic.launchers.nodename import claim_name
-    from ckptd.elastic.launchers.nodestate import NO_ORDER, NodeState
+    from ckptd.elastic.launchers.nodestate import NodeState
     from ckptd.elastic.launchers.progress import NodeProgress
     from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor
     from ckptd.elastic.lease import LeaseFile
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         Attach,
         Begin,
         Ended,
-        Fenced,
         FenceNow,
         FromWorker,
         Hosting,
@@ -61,7 +60,6 @@ __all__ = [
     "KEPT_FROM_RANKS",
     "LAUNCHER_VARIABLE",
     "LEASE_VARIABLE",
-    "NO_ORDER",
     "SECRET_VARIABLE",
     "Address",
     "AskProof",
@@ -71,7 +69,6 @@ __all__ = [
     "ControllerSupervisor",
     "Ended",
     "FenceNow",
-    "Fenced",
     "FromWorker",
     "HandedProof",
     "Hint",
@@ -117,79 +114,26 @@ __all__ = [
 ]
 
 _MODULES = {
-    "elastic.launchers.base": (
-        "Command",
-        "Hint",
-        "Launcher",
-        "Machine",
-        "MachineState",
-    ),
+    "elastic.launchers.base": ("Command", "Hint", "Launcher", "Machine", "MachineState"),
     "elastic.launchers.nodename": ("claim_name",),
-    "elastic.launchers.nodestate": (
-        "NO_ORDER",
-        "NodeState",
-    ),
+    "elastic.launchers.nodestate": ("NodeState",),
     "elastic.launchers.progress": ("NodeProgress",),
-    "elastic.launchers.sidecars": (
-        "CKPTD",
-        "ControllerSupervisor",
-    ),
+    "elastic.launchers.sidecars": ("CKPTD", "ControllerSupervisor"),
     "elastic.lease": ("LeaseFile",),
     "elastic.link": ("NodeLink",),
-    "elastic.messages": (
-        "Attach",
-        "Begin",
-        "Shutdown",
-        "EXIT_CODES",
-        "Ended",
-        "FenceNow",
-        "Fenced",
-        "FromWorker",
-        "Hosting",
-        "LEASE_VARIABLE",
-        "Left",
-        "Loaded",
-        "Mark",
-        "NodeUp",
-        "Progress",
-        "SaidEvent",
-        "SaveNow",
-        "Saved",
-        "StoreAt",
-        "Tell",
-        "Timed",
-        "ToNode",
-        "Welcome",
-        "exit_code",
-    ),
     "elastic.operator": ("OperatorLink",),
     "elastic.places": ("open_places",),
-    "elastic.supervisor": (
-        "Outcome",
-        "Supervisor",
-    ),
-    "elastic.workerend": (
-        "LauncherEnd",
-        "WorkerEnd",
-    ),
-    "base.net.address": (
-        "Address",
-        "is_here",
-        "is_loopback",
-        "parse_address",
-    ),
+    "elastic.supervisor": ("Outcome", "Supervisor"),
+    "elastic.workerend": ("LauncherEnd", "WorkerEnd"),
+    "base.net.address": ("Address", "is_here", "is_loopback", "parse_address"),
     "base.net.handed": ("KEPT_FROM_RANKS", "AskProof", "HandedProof"),
     "base.net.tls": ("hand",),
-    "base.net.signing": (
-        "SECRET_VARIABLE",
-        "check_folder",
-        "job_secret",
-        "secret_of",
-    ),
+    "base.net.signing": ("SECRET_VARIABLE", "check_folder", "job_secret", "secret_of"),
     "base.runtime.agentlink": ("run_folder",),
     "base.runtime.host": ("address_towards",),
     "base.runtime.launched": ("LAUNCHER_VARIABLE",),
 }
+_HOMES = dict.fromkeys(__all__, "elastic.messages")
+_HOMES |= {name: module for module, names in _MODULES.items() for name in names}
 
-
-__getattr__ = front(__name__, {n: f"ckptd.{m}" for m, names in _MODULES.items() for n in names})
+__getattr__ = front(__name__, {name: f"ckptd.{home}" for name, home in _HOMES.items()})
