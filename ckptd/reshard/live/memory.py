@@ -93,10 +93,11 @@ class LentMemory:
     So a plan keeps no memory that a program has freed, and goes on with other memory of that size.
     """
 
+    _lent: TensorMemory | None = None
+
     def __init__(self, like: TensorMemory) -> None:
         self.dtype = like.dtype
         self.numel = like.numel
-        self._lent: TensorMemory | None = None
 
     def lend(self, memory: TensorMemory | None) -> None:
         """Point it at memory of the same type and length; None: at none."""

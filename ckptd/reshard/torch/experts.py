@@ -14,9 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd.base.torch.ranks import Agreement, board_of
@@ -33,7 +31,7 @@ from ckptd.lay.live import Transfers
 from ckptd.lay.local import BoundTensor, local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.stored import StoredForm
-from ckptd.reshard.live.memory import TensorMemory
+from ckptd.reshard.live.memory import LentMemory, TensorMemory
 from ckptd.reshard.live.move import BUFFERS, Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.reshard.live.placement import (
     Coordinates,
@@ -63,8 +61,6 @@ from ckptd.types import dtype_of
 if TYPE_CHECKING:
     from ckptd.checkpoint.torch.checkpointer import Checkpointer
 
-I64 = NDArray[np.int64]
-U8 = NDArray[np.uint8]
 
 _placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of experts that were moved, and where the experts of each now lie."""
@@ -180,11 +176,10 @@ _given = json_decoder(list[_Given])
 _given_to = json_decoder(list[tuple[_Given, list[_Taker]]])
 
 
-class LiveTensor:
+class LiveTensor(LentMemory):
     """Memory of a tensor of the state, which is used from `open` to `close`.
 
-    It is `ckptd.reshard.live.memory.TensorMemory`, and can be planned with before that; it keeps no
-    memory that the state has let go of.
+    It can be planned with before that; it keeps no memory that the state has let go of.
     """
 
     def __init__(self, leaf: TensorLeaf) -> None:
@@ -192,41 +187,21 @@ class LiveTensor:
         self.origin = leaf.origin
         self.dtype = dtype_of(dtype_name(leaf.tensor.dtype, leaf.name), leaf.name)
         self.numel = leaf.local.numel()
-        self._memory: TensorMemory | None = None
 
     def open(self) -> None:
         """Find the memory."""
-        self._memory = memory_of(local_tensor(self.origin.detach()), self.name)
+        self.lend(memory_of(local_tensor(self.origin.detach()), self.name))
 
     def close(self) -> None:
         """Drop the reference to the memory."""
-        self._memory = None
+        self.lend(None)
 
     @property
-    def _opened(self) -> TensorMemory:
-        if self._memory is None:
+    def memory(self) -> TensorMemory:
+        """The memory; raises `UsageError` before `open` and after `close`."""
+        if self._lent is None:
             raise UsageError("memory is still in transfer", kind="closed", where=self.name)
-        return self._memory
-
-    def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
-        """See `ckptd.reshard.live.memory.TensorMemory`."""
-        self._opened.take(start, shape, strides, out)
-
-    def take_at(self, at: I64, out: U8) -> None:
-        """See `ckptd.reshard.live.memory.TensorMemory`."""
-        self._opened.take_at(at, out)
-
-    def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
-        """See `ckptd.reshard.live.memory.TensorMemory`."""
-        self._opened.put(start, shape, strides, data)
-
-    def put_at(self, at: I64, data: U8) -> None:
-        """See `ckptd.reshard.live.memory.TensorMemory`."""
-        self._opened.put_at(at, data)
-
-    def region(self) -> tuple[object, int, int]:
-        """See `ckptd.reshard.live.memory.TensorMemory`."""
-        return self._opened.region()
+        return self._lent
 
 
 class StagedTensor(LiveTensor):
@@ -242,7 +217,7 @@ class StagedTensor(LiveTensor):
         """Take memory."""
         old = local_tensor(self.origin.detach())
         self._new = torch.empty(self.shape, dtype=old.dtype, device=old.device)
-        self._memory = memory_of(self._new, self.name)
+        self.lend(memory_of(self._new, self.name))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -346,7 +321,6 @@ class ExpertMove:
     ) -> None:
         self.report: MoveReport | None = None
         self._state = state
-        self._experts = experts
         self._budget_bytes = budget_bytes
         self._checkpointer = checkpointer
         self._transport = transport
