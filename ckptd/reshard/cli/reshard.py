@@ -197,6 +197,7 @@ def reshard(
         dequantize=dequantize,
     ) as found:
         run = ReshardRun(found, shard, memory, format=format, most=most, untie=untie)
+        composed = found.assembled.composed
         document = ReshardDocument(
             source=source,
             target=target,
@@ -204,17 +205,17 @@ def reshard(
             target_layout=found.target.layout,
             source_program=found.read_with,
             step=found.stock.step,
-            world=run.world,
+            world=run.target.world,
             files=run.files,
-            tensors=run.tensors,
-            promise=run.promise,
+            tensors=len(run.target.tensors),
+            promise=composed.promise,
             dropped=run.dropped,
             simplified=run.simplified,
             notes=run.notes,
-            merged=run.merged,
+            merged=tuple(composed.merged),
             apart=run.apart,
-            unread=run.unread,
-            unused_rules=run.unused_rules,
+            unread=tuple(found.stock.unread),
+            unused_rules=tuple(composed.left_out),
             witness=found.stock.witness_note,
             order=str(found.stock.metadata.get(UNORDERED, "")),
             shard=run.shard,

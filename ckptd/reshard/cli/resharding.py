@@ -100,7 +100,13 @@ def shapes_of_ranks(source: str, layout: Resolved) -> RankShapes | None:
 
 
 class ReshardRun:
-    """One command."""
+    """One command.
+
+    Attributes
+    ----------
+    target
+        What is written.
+    """
 
     def __init__(
         self,
@@ -115,11 +121,11 @@ class ReshardRun:
         self._prepared = prepared
         self._share = check_share(shard)
         self._place = _place_of(prepared, format, most, untie=untie)
-        self._target: Target = prepared.assembled.target
+        self.target: Target = prepared.assembled.target
         self._expected: ExpectedValues = prepared.expected
         self._left_out: list[str] = list(prepared.assembled.dropped_objects)
         if self._place is not None:
-            self._target, self._expected = self._place.target, self._place.expected
+            self.target, self._expected = self._place.target, self._place.expected
             self._left_out += self._place.left_out
         self._budget = Budget.of(memory, prepared.stock.source.store)
 
@@ -129,24 +135,9 @@ class ReshardRun:
         return f"{self._share.number}/{self._share.count}"
 
     @property
-    def world(self) -> int:
-        """Ranks of the target, or files of a folder."""
-        return self._target.world
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors of the target."""
-        return len(self._target.tensors)
-
-    @property
     def files(self) -> int:
         """Number of data files of the target."""
-        return len(ReshardShare().files(self._target))
-
-    @property
-    def promise(self) -> str:
-        """The worst promise of all values."""
-        return self._prepared.assembled.composed.promise
+        return len(ReshardShare().files(self.target))
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -174,26 +165,11 @@ class ReshardRun:
         return notes
 
     @property
-    def merged(self) -> tuple[str, ...]:
-        """Further names of tensors that the target has no name for; nothing of them is lost."""
-        return tuple(self._prepared.assembled.composed.merged)
-
-    @property
     def apart(self) -> tuple[str, ...]:
         """Names that the target has though no layout describes them."""
         assembled, left_out = self._prepared.assembled, set(self._left_out)
         names = (assembled.target.tensors[n].name for n in assembled.apart)
         return tuple(n for n in names if n not in left_out)
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Files of the source that are not read."""
-        return tuple(self._prepared.stock.unread)
-
-    @property
-    def unused_rules(self) -> tuple[str, ...]:
-        """Rules of the target that the source has nothing for."""
-        return tuple(self._prepared.assembled.composed.left_out)
 
     def rules(self) -> tuple[RuleReport, ...]:
         """Return what each rule gets."""
@@ -201,13 +177,13 @@ class ReshardRun:
 
     def costs(self) -> Costs:
         """Return what the share costs."""
-        files = self._share.files(self._target)
-        return costs_of(self._prepared, self._target, files, self._budget)
+        files = self._share.files(self.target)
+        return costs_of(self._prepared, self.target, files, self._budget)
 
     def prove(self) -> Proved:
         """Prove that every element of the share is written once."""
-        files = self._share.files(self._target)
-        return prove_target(self._prepared.assembled.composed, self._target, files)
+        files = self._share.files(self.target)
+        return prove_target(self._prepared.assembled.composed, self.target, files)
 
     def do(self, target: str, force: bool) -> Resharded:
         """Write this process's share."""
@@ -233,7 +209,7 @@ class ReshardRun:
             with spec_of(target).open() as store, StoreSpec(target).open() as bulk:
                 job = ReshardJob(
                     source,
-                    self._target,
+                    self.target,
                     Catalogue(store),
                     step=self._prepared.stock.step,
                     identity=self._prepared.identity,
