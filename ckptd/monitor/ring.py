@@ -754,7 +754,23 @@ class RingReader(RankFile):
 
     def header(self) -> RingHeader:
         """Return the rank of the ring, and its recorder's state; errors as of the class."""
-        return self._header(self._read_counters())
+        row, counters = self._identity, self.counters()
+        state = counters[Counter.STATE]
+        return RingHeader(
+            rank=int(row["rank"]),
+            world=int(row["world"]),
+            pid=int(row["pid"]),
+            generation=int(row["generation"]),
+            job=_text(row["job"]),
+            node=_text(row["node"]),
+            birth=int(row["birth"]),
+            started_ns=int(row["started_ns"]),
+            state=RecorderState(state) if state in set(RecorderState) else RecorderState.ASIDE,
+            interpreted=max(counters[Counter.INTERPRETED], 0) * _NS,
+            lost=_within(counters[Counter.LOST], 1 << 62),
+            written=_within(counters[Counter.WRITTEN], 1 << 62),
+            shape=self._shape,
+        )
 
     def view(self, calls: int | None = None, *, members: bool = True) -> RankView:
         """Return what the rank shows now; what only its node knows (exit code, ...) is not set.
@@ -774,18 +790,18 @@ class RingReader(RankFile):
             As of the class.
         """
         # Calls first: a call that is returned as entered is then counted by its group as well.
-        counters = self._read_counters()
+        counters = self.counters()
         written = _within(counters[Counter.WRITTEN], 1 << 62)
         slots = self._read_slots(written, calls)
-        groups = self._read_groups()
+        groups = self.group_rows()
         wanted = len(slots)
-        while len(slots) and not slots["end"][0] and len(slots) < min(written, self._shape().slots):
+        while len(slots) and not slots["end"][0] and len(slots) < min(written, self._shape.slots):
             before, slots = len(slots), self._read_slots(written, _WIDER * len(slots))
             if len(slots) <= before:
                 break
         if len(slots) > wanted:
             slots = _with_oldest_open(slots, wanted)
-        counters = self._read_counters()
+        counters = self.counters()
         rows = _calls(slots, groups)
         if counters[Counter.COUNTED] == 1:
             rows["flags"] |= np.uint32(CallFlag.COUNTED)
@@ -809,9 +825,8 @@ class RingReader(RankFile):
 
     def texts(self) -> dict[int, str]:
         """Return what the hashes in calls represent; errors as of the class."""
-        shape = self._shape()
-        used = _within(self._read_counters()[Counter.TEXTS], shape.texts)
-        rows = self._rows(TEXT, shape.texts_at, used)
+        used = _within(self.counters()[Counter.TEXTS], self._shape.texts)
+        rows = self._rows(TEXT, self._shape.texts_at, used)
         return {int(row["hash"]): _text(row["text"]) for row in rows}
 
     # --- what a poll asks -----------------------------------------------------------------------
@@ -827,20 +842,16 @@ class RingReader(RankFile):
         """
         written = _within(self.counters()[Counter.WRITTEN], 1 << 62)
         slots = self._read_slots(written, max(written - number, 0))
-        groups = self._read_groups()
+        groups = self.group_rows()
         slots = _known(slots, groups)
         return slots["commit"].astype(np.int64), _calls(slots, groups)
-
-    def group_rows(self) -> Rows:
-        """Return the table of groups as it is, `GROUP_ROW`; errors as of the class."""
-        return self._read_groups()
 
     def group_infos(self) -> tuple[tuple[int, str, str, float], ...]:
         """Return hash, name, kind and time-out (seconds, 0 is unknown) of each group of the rank.
 
         Errors as of the class.
         """
-        rows = self._read_groups()
+        rows = self.group_rows()
         return tuple(
             (
                 int(row["ident"]),
@@ -866,36 +877,11 @@ class RingReader(RankFile):
             raise self._corrupt("the size that its header says", f"{length} bytes, {shape}")
         if not 0 <= int(row["rank"]) < int(row["world"]) <= LIMITS.world:
             raise self._corrupt("a rank of a world", f"{int(row['rank'])} of {int(row['world'])}")
-        self._identity = row
-
-    def _shape(self) -> RingShape:
-        return RingShape(*(int(self._identity[name]) for name in RingShape._fields))
-
-    def _header(self, counters: list[int]) -> RingHeader:
-        row = self._identity
-        state = counters[Counter.STATE]
-        return RingHeader(
-            rank=int(row["rank"]),
-            world=int(row["world"]),
-            pid=int(row["pid"]),
-            generation=int(row["generation"]),
-            job=_text(row["job"]),
-            node=_text(row["node"]),
-            birth=int(row["birth"]),
-            started_ns=int(row["started_ns"]),
-            state=RecorderState(state) if state in set(RecorderState) else RecorderState.ASIDE,
-            interpreted=max(counters[Counter.INTERPRETED], 0) * _NS,
-            lost=_within(counters[Counter.LOST], 1 << 62),
-            written=_within(counters[Counter.WRITTEN], 1 << 62),
-            shape=self._shape(),
-        )
-
-    def _read_counters(self) -> list[int]:
-        return list(self.counters())
+        self._identity, self._shape = row, shape
 
     def _read_slots(self, written: int, calls: int | None) -> Rows:
         """Return the slots of the last calls in order, without those that changed meanwhile."""
-        total = self._shape().slots
+        total = self._shape.slots
         wanted = min(written, total, total if calls is None else max(calls, 0))
         begin = (written - wanted) % total
         parts = [(begin, min(wanted, total - begin))]
@@ -911,10 +897,10 @@ class RingReader(RankFile):
     def _slots(self, at: int, number: int) -> bytes:
         return self._pread(SLOT.itemsize * number, HEADER_BYTES + at * SLOT.itemsize)
 
-    def _read_groups(self) -> Rows:
-        shape = self._shape()
-        used = _within(self._read_counters()[Counter.GROUPS], shape.groups)
-        return self._rows(GROUP_ROW, shape.groups_at, used)
+    def group_rows(self) -> Rows:
+        """Return the table of groups as it is, `GROUP_ROW`; errors as of the class."""
+        used = _within(self.counters()[Counter.GROUPS], self._shape.groups)
+        return self._rows(GROUP_ROW, self._shape.groups_at, used)
 
     def _read_members(self, groups: Rows) -> dict[int, tuple[int, ...]]:
         """Return the ranks of the groups that state some; those of a group never change."""
@@ -929,7 +915,7 @@ class RingReader(RankFile):
 
     def _members_of(self, first: int, stride: int, size: int) -> tuple[int, ...]:
         world = int(self._identity["world"])
-        shape = self._shape()
+        shape = self._shape
         if first < 0 or not 0 < size <= min(world, self._members_left):
             return ()
         self._members_left -= size
@@ -1007,7 +993,7 @@ def _pending(calls: Rows, groups: Rows) -> dict[str, Any]:
     return {"pending_group": group, "pending_seq": seq, "pending_since": since}
 
 
-def _moved(counters: list[int], groups: Rows) -> float:
+def _moved(counters: Sequence[int], groups: Rows) -> float:
     stamps = [counters[Counter.PHASE_SINCE], counters[Counter.STEP_SINCE], 0]
     stamps += [int(groups[name].max()) for name in ("entered_at", "completed_at") if len(groups)]
     return max(stamps) * _NS
