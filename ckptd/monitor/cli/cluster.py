@@ -12,6 +12,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from ckptd.base.net.address import bound, is_loopback
 from ckptd.base.net.signing import SECRET_VARIABLE, job_secret
 from ckptd.base.runtime.agentlink import run_folder
@@ -124,17 +126,8 @@ def doctor_cluster(
     )
     with listener:
         found = _coordinate(listener, secret, plan, place, member, patience_s)
-    document = ClusterDocument(
-        role="coordinator",
-        healthy=found.healthy,
-        findings=found.findings,
-        nodes=found.nodes,
-        machines=found.machines,
-        skews_s=found.skews_s,
-        links=found.links,
-        probes=found.probes,
-        seconds=found.seconds,
-    )
+    fields = msgspec.structs.asdict(found)
+    document = ClusterDocument(role="coordinator", healthy=found.healthy, **fields)
     return Reply(document, lambda _: _show(found, plan), 0 if found.healthy else 1)
 
 

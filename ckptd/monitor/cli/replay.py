@@ -127,20 +127,13 @@ def replay(
 def _document(file: str, result: Replay) -> ReplayDocument:
     opened = {i.id: at for at, changes in result.changes for i in changes.opened}
     closed = {i.id: at for at, changes in result.changes for i in changes.closed}
-    return ReplayDocument(
-        file=file,
-        job=result.job,
-        frames=result.frames,
-        sheets=result.sheets,
-        refused=result.refused,
-        rounds=result.rounds,
-        cpu_s=result.cpu_s,
-        seconds=result.seconds,
-        unread=result.unread,
-        incidents=tuple(
+    fields = msgspec.structs.asdict(result) | {
+        "incidents": tuple(
             _incident(i, opened[i.id], closed.get(i.id)) for i in result.incidents if i.id in opened
-        ),
-    )
+        )
+    }
+    del fields["changes"]
+    return ReplayDocument(file=file, **fields)
 
 
 def _incident(incident: Incident, at: float, until: float | None) -> ReplayedIncident:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from ckptd.monitor.daemon.access import Access
-    from ckptd.monitor.daemon.place import DaemonAddress
     from ckptd.monitor.daemon.service import DaemonSetup, Service
     from ckptd.monitor.settings import WatchSettings
 
@@ -62,10 +61,10 @@ class ServeDocument(Document, frozen=True, kw_only=True, tag="serve"):
 
     job: str
     url: str
-    login: str | None
+    login: str | None = None
     pid: int
-    history: str | None
-    forwards_to: str | None
+    history: str | None = None
+    forwards_to: str | None = None
 
 
 @Parameter(name="*")
@@ -222,7 +221,14 @@ def _serve(
         # From now on a signal ends it in order, so the reader of this line may send one.
         service.start(loop)
         place.write(address)
-        _announce(address, json)
+        document = ServeDocument(
+            job=address.job,
+            url=address.url,
+            login=address.login,
+            pid=address.pid,
+            history=address.history,
+        )
+        _announce(document, f"daemon of {address.job}: {address.login}", json)
 
     serving = Serving(
         make_app(service, access),
@@ -264,38 +270,18 @@ def _forward(
 
     def started(_: AbstractEventLoop) -> None:
         forwarder.start()
-        _announce_forwarder(job, url, above, json)
+        document = ServeDocument(job=job, url=url, pid=os.getpid(), forwards_to=above)
+        _announce(document, f"forwarder of {job}: {url} to {above}", json)
 
     Serving(forwarder.app(access), sock, started=started, ending=lambda: None).run()
     return 0
 
 
-def _announce_forwarder(job: str, url: str, above: str, json: bool) -> None:
+def _announce(document: ServeDocument, text: str, json: bool) -> None:
     if json:
-        print_document(
-            ServeDocument(
-                job=job, url=url, login=None, pid=os.getpid(), history=None, forwards_to=above
-            )
-        )
+        print_document(document)
     else:
-        print(f"forwarder of {job}: {url} to {above}")
-    print(end="", flush=True)
-
-
-def _announce(address: DaemonAddress, json: bool) -> None:
-    if json:
-        print_document(
-            ServeDocument(
-                job=address.job,
-                url=address.url,
-                login=address.login,
-                pid=address.pid,
-                history=address.history,
-                forwards_to=None,
-            )
-        )
-    else:
-        print(f"daemon of {address.job}: {address.login}")
+        print(text)
     print(end="", flush=True)  # the process that started it waits for this
 
 
