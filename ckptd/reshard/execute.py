@@ -342,7 +342,6 @@ class Executor:
         budget: Budget,
         expected: ExpectedValues,
     ) -> None:
-        self._source = source
         self._target = target
         self._budget = budget
         self._expected = expected

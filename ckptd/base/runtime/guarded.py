@@ -50,7 +50,6 @@ class GuardedMapping:
     def __init__(self, fd: int, start: int, size: int, mapping: mmap.mmap) -> None:
         self._fd = fd
         self._end = start + size
-        self._start = start
         self._data = np.frombuffer(mapping, np.uint8, size, start)
         self._address = int(self._data.__array_interface__["data"][0])
         self._lock = threading.Lock()

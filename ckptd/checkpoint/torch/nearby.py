@@ -65,7 +65,6 @@ class TierRules:
             t.name: None if t.every is None else Every.of(t.every)
             for t in sorted(tiers, key=lambda t: NEAR.index(t.name))
         }
-        self._board = board
         self._announcements = Announcements(board, "near-due")
         self._steps = StepTimes()
         self._last: dict[str, int] = {}

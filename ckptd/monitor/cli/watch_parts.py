@@ -29,7 +29,6 @@ _POLL_S = 0.05
 _END_S = 10.0
 _RETRY_S = 0.5
 _FIRST_S = 1.0  # after which an agent has told of a rank
-_MOST_LOG = 2000
 _MOST_NAMED = 4
 _TELLS_S = 5.0
 """After which a daemon that outlives a controller has told the next one where it is."""

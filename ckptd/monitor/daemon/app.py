@@ -46,7 +46,6 @@ _objects = json_decoder(dict[str, Any])
 V1 = "/api/v1"
 _SMALL_BODY = 16 << 10
 _MOST_NOTE = 2000
-_SHOWN_CALLS = 64
 _ANSWER_S = 30.0
 
 Endpoint = Callable[[Request], Awaitable[Response]]

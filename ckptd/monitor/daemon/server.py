@@ -162,7 +162,6 @@ class Serving:
         self._started = started
         self._ending = ending
         self._idle = idle
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._end = threading.Event()
         strangers: Strangers[_Patient] = Strangers(_MOST_STRANGERS, _Patient.cut)
         http: Any = type("_Patient", (_Patient,), {"strangers": strangers})
