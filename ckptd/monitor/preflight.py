@@ -578,23 +578,22 @@ def absent_findings(
     text
         What to say of each that is missing.
     """
-
-    def absent(
-        target: str, name: str, message: str = text, what: str = "absent"
-    ) -> PreflightFinding:
-        return PreflightFinding(status="fail", target=target, name=name, what=what, message=message)
-
     if names:
         here = {name for name, _ in came}
-        missing = [absent("node", name) for name in names if name not in here]
+        missing = [failure("node", name, "absent", text) for name in names if name not in here]
         extra = sorted(here - set(names))
-        return missing + [absent("node", n, "came and was not expected", "extra") for n in extra]
+        return missing + [failure("node", n, "extra", "came and was not expected") for n in extra]
     if len(came) >= nodes:
         return []
     if any(rank < 0 for _, rank in came):
-        return [absent("cluster", f"{nodes - len(came)} of {nodes} nodes")]
+        return [failure("cluster", f"{nodes - len(came)} of {nodes} nodes", "absent", text)]
     ranks = set(range(nodes)) - {rank for _, rank in came}
-    return [absent("node", f"rank {rank}") for rank in sorted(ranks)]
+    return [failure("node", f"rank {rank}", "absent", text) for rank in sorted(ranks)]
+
+
+def failure(target: str, name: str, what: str, message: str) -> PreflightFinding:
+    """Return a finding that makes the check fail."""
+    return PreflightFinding(status="fail", target=target, name=name, what=what, message=message)
 
 
 def better(first: PairProbe | None, second: PairProbe) -> PairProbe:

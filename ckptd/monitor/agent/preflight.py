@@ -27,27 +27,10 @@ from ckptd.base.net.door import Door
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.linkspeed import keep_measured
 from ckptd.errors import CkptdError, DeadlineError, TransientStoreError
+from ckptd.monitor import preflight
 from ckptd.monitor.agent.probes import MOST_PROBE_BYTES, Answerer, probe_pair
 from ckptd.monitor.agent.selftest import self_test
 from ckptd.monitor.links import Effect
-from ckptd.monitor.preflight import (
-    MachineTest,
-    PairProbe,
-    PreflightFinding,
-    absent_findings,
-    better,
-    confirm,
-    confirmations,
-    islands,
-    link_effects,
-    link_findings,
-    machine_findings,
-    rates,
-    rounds,
-    slow_machines,
-    stray_links,
-    unreached,
-)
 
 # --- the node's side ------------------------------------------------------------------------------
 
@@ -100,14 +83,14 @@ class PreflightOutcome(_Message, frozen=True, tag="outcome"):
     """Coordinator, last of all: what came of it, and the rate of this node's best link."""
 
     healthy: bool
-    findings: tuple[PreflightFinding, ...]
+    findings: tuple[preflight.PreflightFinding, ...]
     bytes_per_s: float = 0.0
 
 
 class Tested(_Message, frozen=True, tag="tested"):
     """Node: what it found about itself."""
 
-    machine: MachineTest
+    machine: preflight.MachineTest
 
 
 class ClockReading(_Message, frozen=True, tag="moment"):
@@ -119,7 +102,7 @@ class ClockReading(_Message, frozen=True, tag="moment"):
 class Probed(_Message, frozen=True, tag="probed"):
     """Node: what it measured."""
 
-    probe: PairProbe
+    probe: preflight.PairProbe
 
 
 _ORDER = msgpack_decoder(Test | ReadClock | PairOrder | PreflightOutcome)
@@ -333,11 +316,11 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     nodes: tuple[str, ...]
-    findings: tuple[PreflightFinding, ...]
-    machines: dict[str, MachineTest]
+    findings: tuple[preflight.PreflightFinding, ...]
+    machines: dict[str, preflight.MachineTest]
     skews_s: dict[str, float]
     links: LinkSummary
-    probes: tuple[PairProbe, ...]
+    probes: tuple[preflight.PairProbe, ...]
     seconds: dict[str, float]
 
     @property
@@ -383,7 +366,7 @@ def coordinate(
     try:
         check = _Check(gathered, plan, tell, time.monotonic() - started)
         found = check.run()
-        usual = rates(found.probes, plan.probe_bytes)
+        usual = preflight.rates(found.probes, plan.probe_bytes)
         for number, node in check.live():
             outcome = PreflightOutcome(
                 found.healthy, found.findings[:_MOST_SHOWN], usual.get(number, 0.0)
@@ -462,7 +445,7 @@ class _Check:
         self._names = [node.name for node in self._nodes]
         self._end = time.monotonic() + plan.limit_s
         self._seconds = {"gather": gather_s}
-        self._probes: list[PairProbe] = []
+        self._probes: list[preflight.PairProbe] = []
 
     def live(self) -> list[tuple[int, _Connected]]:
         """Return the nodes that still answer, with their numbers."""
@@ -483,7 +466,7 @@ class _Check:
             findings = [
                 *self._reach(),
                 *self._links(),
-                *machine_findings(self._names, machines, skews),
+                *preflight.machine_findings(self._names, machines, skews),
                 *self._slow(machines),
             ]
         findings = [*self._absent(), *self._lost(), *findings]
@@ -533,7 +516,7 @@ class _Check:
 
     # -- machines ------------------------------------------------------------------------------
 
-    def _test(self) -> dict[int, MachineTest]:
+    def _test(self) -> dict[int, preflight.MachineTest]:
         orders = {k: Test(_TURN_S) for k in range(len(self._nodes))}
         answers = self._order(orders, _TESTED, ORDER_S + _TURN_S)
         return {k: answer.machine for k, answer in answers.items()}
@@ -551,27 +534,29 @@ class _Check:
                     best, skews[number] = taken, answer.unix_s - before - taken / 2
         return skews
 
-    def _slow(self, machines: dict[int, MachineTest]) -> list[PreflightFinding]:
+    def _slow(self, machines: dict[int, preflight.MachineTest]) -> list[preflight.PreflightFinding]:
         """Test nodes that seem slow again, one after another while the rest is quiet."""
         for _ in range(_RETESTS):
-            for number in itertools.islice(slow_machines(self._names, machines), _AGAIN):
+            for number in itertools.islice(preflight.slow_machines(self._names, machines), _AGAIN):
                 answer = self._order({number: Test(_TURN_S)}, _TESTED).get(number)
                 if answer is not None:
                     machines[number] = _better(machines[number], answer.machine)
-        return list(itertools.chain(*slow_machines(self._names, machines).values()))
+        return list(itertools.chain(*preflight.slow_machines(self._names, machines).values()))
 
     # -- links ---------------------------------------------------------------------------------
 
     def _probe_all(self) -> None:
         last = self._end - _RESERVE * self._plan.limit_s
-        for pairs in rounds(len(self._nodes), self._plan.seed):
+        for pairs in preflight.rounds(len(self._nodes), self._plan.seed):
             if time.monotonic() > last:
                 self._tell("the time ran out before all pairs were probed")
                 return
             gone = self._unreachable()
             self._probes += self._probe([p for p in pairs if not gone & set(p)]).values()
 
-    def _probe(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], PairProbe]:
+    def _probe(
+        self, pairs: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, int], preflight.PairProbe]:
         orders: dict[int, PairOrder] = {}
         for source, to in pairs:
             peer = self._nodes[to].hello
@@ -596,52 +581,54 @@ class _Check:
 
     def _islands(self) -> list[list[int]]:
         alive = [k for k, node in enumerate(self._nodes) if not node.lost]
-        return islands(alive, self._probes)
+        return preflight.islands(alive, self._probes)
 
-    def _reach(self) -> list[PreflightFinding]:
+    def _reach(self) -> list[preflight.PreflightFinding]:
         """Return what cannot be reached: nodes outside the largest island, then inside it."""
         main, *others = self._islands() or [[]]
         found = []
         for node in itertools.chain(*others):
             text = f"reaches none of the {len(main)} nodes that reach each other"
-            found.append(_fail("node", self._names[node], "reach", text))
-        nodes, links = unreached(main, self._probes)
+            found.append(preflight.failure("node", self._names[node], "reach", text))
+        nodes, links = preflight.unreached(main, self._probes)
         for node, (cut, of) in nodes.items():
             text = f"does not reach {cut} of {of} nodes"
-            found.append(_fail("node", self._names[node], "reach", text))
+            found.append(preflight.failure("node", self._names[node], "reach", text))
         for probe in links:
             name = f"{self._names[probe.source]}>{self._names[probe.to]}"
-            found.append(_fail("link", name, "reach", f"cannot connect: {probe.error}"))
+            found.append(preflight.failure("link", name, "reach", f"cannot connect: {probe.error}"))
         return found
 
-    def _links(self) -> list[PreflightFinding]:
+    def _links(self) -> list[preflight.PreflightFinding]:
         """Judge the probes, and probe what stands out again while the rest is quiet."""
-        effects = link_effects(len(self._nodes), self._probes)
+        effects = preflight.link_effects(len(self._nodes), self._probes)
         found, confirmed = self._confirmed(effects)
-        strays, _ = self._confirmed(stray_links(self._probes, confirmed))
+        strays, _ = self._confirmed(preflight.stray_links(self._probes, confirmed))
         return found + strays
 
     def _confirmed(
         self, effects: Mapping[str, Sequence[Effect]]
-    ) -> tuple[list[PreflightFinding], dict[str, list[Effect]]]:
+    ) -> tuple[list[preflight.PreflightFinding], dict[str, list[Effect]]]:
         main = (self._islands() or [[]])[0]
-        asked, controls = confirmations(effects, main, self._plan.seed)
+        asked, controls = preflight.confirmations(effects, main, self._plan.seed)
         wanted = [*controls, *(p for c in asked for p in c.pairs)] if asked else []
-        again: dict[tuple[int, int], PairProbe] = {}
+        again: dict[tuple[int, int], preflight.PairProbe] = {}
         for pair in list(dict.fromkeys(wanted)) * _CONFIRMED_BY:
             if time.monotonic() < self._end:
                 for key, probe in self._probe([pair]).items():
-                    again[key] = better(again.get(key), probe)
+                    again[key] = preflight.better(again.get(key), probe)
         again = {pair: probe for pair, probe in again.items() if not probe.cut}
-        found: list[PreflightFinding] = []
+        found: list[preflight.PreflightFinding] = []
         confirmed: dict[str, list[Effect]] = {}
         by_effect = {id(c.effect): c for c in asked}
         for what, list_ in effects.items():
             for effect in list_:
-                there, value, usual = confirm(what, by_effect[id(effect)], again, controls)
+                there, value, usual = preflight.confirm(
+                    what, by_effect[id(effect)], again, controls
+                )
                 if there and not effect.echo:
                     figures, size = (value, usual), self._plan.probe_bytes
-                    found.append(link_findings(self._names, what, effect, figures, size))
+                    found.append(preflight.link_findings(self._names, what, effect, figures, size))
                     confirmed.setdefault(what, []).append(effect)
         return found, confirmed
 
@@ -658,27 +645,23 @@ class _Check:
 
     # -- absent nodes --------------------------------------------------------------------------
 
-    def _absent(self) -> list[PreflightFinding]:
+    def _absent(self) -> list[preflight.PreflightFinding]:
         plan = self._plan
         text = f"did not connect within {plan.wait_s:.0f} s"
         if self._refused:
             text += f"; {self._refused} connections refused: wrong secret, or not of this job"
         came = [(node.hello.name, node.hello.rank) for node in self._nodes]
-        return absent_findings(came, plan.nodes, plan.names, text)
+        return preflight.absent_findings(came, plan.nodes, plan.names, text)
 
-    def _lost(self) -> list[PreflightFinding]:
+    def _lost(self) -> list[preflight.PreflightFinding]:
         return [
-            _fail("node", node.name, "lost", f"stopped answering: {node.lost}")
+            preflight.failure("node", node.name, "lost", f"stopped answering: {node.lost}")
             for node in self._nodes
             if node.lost
         ]
 
 
-def _fail(target: str, name: str, what: str, message: str) -> PreflightFinding:
-    return PreflightFinding(status="fail", target=target, name=name, what=what, message=message)
-
-
-def _better(first: MachineTest, second: MachineTest) -> MachineTest:
+def _better(first: preflight.MachineTest, second: preflight.MachineTest) -> preflight.MachineTest:
     """Return the second test with the better figures of both."""
     return msgspec.structs.replace(
         second,
