@@ -18,26 +18,13 @@ from ckptd.base.net.connection import Connection
 from ckptd.base.net.signing import SECRET_VARIABLE, secret_path
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import msgpack_decoder
+from ckptd.elastic import messages
 from ckptd.elastic.dial import PURPOSE, await_greeting, dial
-from ckptd.elastic.messages import (
-    Beat,
-    Begin,
-    Envelope,
-    FenceNow,
-    Hosting,
-    LeaseRenewal,
-    NodeUp,
-    SaidEvent,
-    Shutdown,
-    Taken,
-    Timed,
-    ToNode,
-)
 from ckptd.errors import CkptdError, RefusedError
 
 _DIAL_S = 2.0
 _SEND_S = 2.0
-_TO_NODE = msgpack_decoder(ToNode)
+_TO_NODE = msgpack_decoder(messages.ToNode)
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 _NEEDED = {
@@ -85,8 +72,8 @@ class NodeLink:
         addresses: Callable[[], str],
         job: str,
         secret: bytes,
-        up: Callable[[], NodeUp],
-        orders: Callable[[ToNode], None],
+        up: Callable[[], messages.NodeUp],
+        orders: Callable[[messages.ToNode], None],
         *,
         beat_s: float = 0.5,
         lease_s: float = 120.0,
@@ -100,9 +87,11 @@ class NodeLink:
         self._life = self._spoken_to = ""
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, int], Envelope | Hosting | Timed] = {}
+        self._kept: dict[
+            tuple[str, int], messages.Envelope | messages.Hosting | messages.Timed
+        ] = {}
         """Messages that are sent again, by type and generation, in its order."""
-        self._unsent: list[Envelope | Hosting | Timed] = []
+        self._unsent: list[messages.Envelope | messages.Hosting | messages.Timed] = []
         self._numbers = self._acknowledged = self._beats = 0
         self._sent_at: dict[int, float] = {}
         self._lease_until = 0.0
@@ -128,19 +117,19 @@ class NodeLink:
         self._thread.start()
         return self
 
-    def tell(self, event: SaidEvent | Hosting | Timed) -> None:
+    def tell(self, event: messages.SaidEvent | messages.Hosting | messages.Timed) -> None:
         """Tell the controller; returns at once.
 
         It is repeated after each reconnect until a later generation is fenced or begun. Of one type
         and generation only the newest counts.
         """
         with self._lock:
-            said: Envelope | Hosting | Timed
-            if isinstance(event, Hosting | Timed):
+            said: messages.Envelope | messages.Hosting | messages.Timed
+            if isinstance(event, messages.Hosting | messages.Timed):
                 said = event
             else:
                 self._numbers += 1
-                said = Envelope(event=event, number=self._numbers)
+                said = messages.Envelope(event=event, number=self._numbers)
             key = (type(event).__name__, getattr(event, "generation", -1))
             self._kept.pop(key, None)
             self._kept[key] = said
@@ -340,22 +329,22 @@ class NodeLink:
             return True
         return False
 
-    def _take(self, message: ToNode) -> None:
+    def _take(self, message: messages.ToNode) -> None:
         if self._ended:
             return
-        if isinstance(message, LeaseRenewal):
+        if isinstance(message, messages.LeaseRenewal):
             self._echo(message)
             return
-        if isinstance(message, Taken):
+        if isinstance(message, messages.Taken):
             raise RefusedError(
                 "the name of this node is already in use", kind="name-taken", found=message.text
             )
-        if isinstance(message, FenceNow | Begin):
+        if isinstance(message, messages.FenceNow | messages.Begin):
             self._pass(message.generation)
-        self._ended = isinstance(message, Shutdown)
+        self._ended = isinstance(message, messages.Shutdown)
         self._orders(message)
 
-    def _echo(self, echo: LeaseRenewal) -> None:
+    def _echo(self, echo: messages.LeaseRenewal) -> None:
         with self._lock:
             self._acknowledged = max(self._acknowledged, echo.heard)
         sent = self._sent_at.pop(echo.number, None)
@@ -393,7 +382,7 @@ class NodeLink:
         self._sent_at[self._beats] = now
         # Beats that an older one's echo has overtaken are not waited for any more.
         self._sent_at = {n: at for n, at in self._sent_at.items() if now - at < self._lease_s}
-        connection.send(Beat(number=self._beats, up=self._up()))
+        connection.send(messages.Beat(number=self._beats, up=self._up()))
 
     def _sleep(self, seconds: float) -> None:
         ready, _, _ = select.select([self._wake_in], [], [], seconds)

@@ -20,23 +20,8 @@ import msgspec
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
 from ckptd.base.runtime.ownership import OfOneProcess
+from ckptd.elastic import messages
 from ckptd.elastic.lease import WorkerLease
-from ckptd.elastic.messages import (
-    LEASE_VARIABLE,
-    MOST_BYTES,
-    Attach,
-    Broken,
-    Done,
-    FromWorker,
-    Loaded,
-    Mark,
-    Out,
-    Progress,
-    Saved,
-    SaveNow,
-    ToWorker,
-    Welcome,
-)
 from ckptd.errors import ProcessError
 
 _log = logging.getLogger("ckptd.elastic")
@@ -70,18 +55,20 @@ class WorkerLink(OfOneProcess):
         self.rank = rank
         self.generation = generation
         self.lease = lease
-        self.welcome: Welcome | None = None
+        self.welcome: messages.Welcome | None = None
         self._session = False
         self._marked: set[str] = set()
         self._loaded = -1
         self._committed = -1
         self._asked = False
         self._serving: int | None = None
-        self._hooks: list[Callable[[ToWorker | None], None]] = []
+        self._hooks: list[Callable[[messages.ToWorker | None], None]] = []
         self._changed = threading.Condition()
         self._gone = False
-        self._channel = SocketChannel(sock, ToWorker, MOST_BYTES)
-        self._outbox: queue.SimpleQueue[FromWorker | threading.Event | None] = queue.SimpleQueue()
+        self._channel = SocketChannel(sock, messages.ToWorker, messages.MOST_BYTES)
+        self._outbox: queue.SimpleQueue[messages.FromWorker | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self.tell(self._attach())
         self._writer = threading.Thread(target=self._write, name="ckptd-to-launcher", daemon=True)
         self._reader = threading.Thread(target=self._read, name="ckptd-launcher", daemon=True)
@@ -108,7 +95,7 @@ class WorkerLink(OfOneProcess):
         path = os.environ.get(LAUNCHER_VARIABLE)
         if not path:
             return None
-        leased = os.environ.get(LEASE_VARIABLE)
+        leased = os.environ.get(messages.LEASE_VARIABLE)
         lease = WorkerLease(leased) if leased else None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -121,12 +108,12 @@ class WorkerLink(OfOneProcess):
 
     # -- messages to the launcher ----------------------------------------------------------------
 
-    def tell(self, message: FromWorker) -> None:
+    def tell(self, message: messages.FromWorker) -> None:
         """Queue `message` for the launcher, in order; does nothing once the launcher is gone."""
         self._outbox.put(message)
 
-    def _attach(self) -> Attach:
-        return Attach(os.getpid(), self.rank, self.generation, self._session)
+    def _attach(self) -> messages.Attach:
+        return messages.Attach(os.getpid(), self.rank, self.generation, self._session)
 
     def hold_session(self) -> None:
         """Say that this worker can go on in another generation."""
@@ -139,7 +126,7 @@ class WorkerLink(OfOneProcess):
             if name in self._marked:
                 return
             self._marked.add(name)
-        self.tell(Mark(self.generation, name))
+        self.tell(messages.Mark(self.generation, name))
 
     def loaded(self, generation: int, step: int) -> None:
         """Say that this rank has its state of `step`; only the first time counts.
@@ -151,7 +138,7 @@ class WorkerLink(OfOneProcess):
                 return
             self._loaded = step
         self.mark("loaded")
-        self.tell(Loaded(generation=generation, step=step))
+        self.tell(messages.Loaded(generation=generation, step=step))
 
     def committed(self, generation: int, step: int) -> None:
         """Say that `step` is where a restart would find it, for every rank; see `loaded`."""
@@ -163,9 +150,9 @@ class WorkerLink(OfOneProcess):
             if answered:
                 self._serving = None
         self.mark("stepped")
-        self.tell(Progress(generation=generation, step=step))
+        self.tell(messages.Progress(generation=generation, step=step))
         if answered:
-            self.tell(Saved(generation=generation, step=step))
+            self.tell(messages.Saved(generation=generation, step=step))
 
     @property
     def save_asked(self) -> bool:
@@ -185,20 +172,20 @@ class WorkerLink(OfOneProcess):
 
     def out(self, generation: int) -> None:
         """Say that `generation` is left."""
-        self.tell(Out(generation))
+        self.tell(messages.Out(generation))
 
     def unfit(self, generation: int, reason: str, *, device: bool = False) -> None:
         """Say that this process can go on in no generation; returns as `done` does."""
-        self.tell(Out(generation, reason[:2000], device))
+        self.tell(messages.Out(generation, reason[:2000], device))
         self._flush()
 
     def broken(self, reason: str) -> None:
         """Report that a call failed without an interrupt."""
-        self.tell(Broken(generation=self.generation, reason=reason[:2000]))
+        self.tell(messages.Broken(generation=self.generation, reason=reason[:2000]))
 
     def done(self) -> None:
         """Say that the session has returned; returns when it is said, or after two seconds."""
-        self.tell(Done(self.generation))
+        self.tell(messages.Done(self.generation))
         self._flush()
 
     def _flush(self) -> None:
@@ -217,7 +204,7 @@ class WorkerLink(OfOneProcess):
 
     # -- what is heard ---------------------------------------------------------------------------
 
-    def listen(self, hook: Callable[[ToWorker | None], None]) -> None:
+    def listen(self, hook: Callable[[messages.ToWorker | None], None]) -> None:
         """Call `hook` with each message from now on, and with None when the launcher is gone.
 
         It is called by the thread that reads: it must not wait.
@@ -228,7 +215,7 @@ class WorkerLink(OfOneProcess):
         if gone:
             hook(None)
 
-    def unlisten(self, hook: Callable[[ToWorker | None], None]) -> None:
+    def unlisten(self, hook: Callable[[messages.ToWorker | None], None]) -> None:
         """Undo `listen`."""
         with self._changed:
             self._hooks.remove(hook)
@@ -273,13 +260,13 @@ class WorkerLink(OfOneProcess):
                     os.close(fd)  # no message of a launcher has one
                 self._receive(message)
 
-    def _receive(self, message: ToWorker | None) -> None:
+    def _receive(self, message: messages.ToWorker | None) -> None:
         with self._changed:
             if message is None:
                 self._gone = True
-            elif isinstance(message, Welcome):
+            elif isinstance(message, messages.Welcome):
                 self.welcome = message
-            elif isinstance(message, SaveNow) and message.generation == self.generation:
+            elif isinstance(message, messages.SaveNow) and message.generation == self.generation:
                 self._asked = True
             hooks = tuple(self._hooks)
             self._changed.notify_all()

@@ -16,17 +16,7 @@ from typing import Any
 
 from ckptd.checkpoint.format.codec import decode, parse_json
 from ckptd.errors import RefusedError
-from ckptd.readers.base import (
-    MAX_NAMES,
-    Foreign,
-    ForeignPiece,
-    KeptValues,
-    Listing,
-    damaged,
-    missing,
-    step_of,
-    step_or,
-)
+from ckptd.readers import base
 from ckptd.readers.dcp import METADATA, read_items
 from ckptd.readers.hints import megatron_args, megatron_hints, megatron_said, megatron_sizes
 from ckptd.readers.pickles import named_values
@@ -53,7 +43,7 @@ class MegatronReader:
 
     name = "megatron"
 
-    def recognise(self, names: Listing) -> int:
+    def recognise(self, names: base.Listing) -> int:
         """Return 110 for its three files; more than dcp, whose folder it is as well.
 
         Not for two of them: other programs call their files ``metadata.json``, too.
@@ -62,7 +52,7 @@ class MegatronReader:
             return 110
         return 90 if _legacy(names) else 0
 
-    def open(self, names: Listing) -> Foreign:
+    def open(self, names: base.Listing) -> base.Foreign:
         """Read both metadata files, and the common state."""
         folders = _legacy(names)
         if folders:
@@ -80,7 +70,7 @@ class MegatronReader:
             backend = about["sharded_backend"]
         except (ValueError, KeyError, TypeError) as error:
             what = "invalid metadata of a Megatron checkpoint"
-            raise damaged(what, names.key(_METADATA), error) from None
+            raise base.damaged(what, names.key(_METADATA), error) from None
         if backend != "torch_dist":
             raise RefusedError(
                 "unsupported format of a Megatron checkpoint",
@@ -91,19 +81,19 @@ class MegatronReader:
                 hint="save with --ckpt-format torch_dist",
             )
         found = read_items(names, lambda name: _EXTRA not in name)
-        values = KeptValues(found.objects, found.left_out)
+        values = base.KeptValues(found.objects, found.left_out)
         common = load_torch(names, _COMMON).value
         for name, value in named_values(common, names.key(_COMMON)):
             values.add(name, value)
         objects = values.objects()
-        step = step_or(objects.get("iteration"), step_of(names))
+        step = base.step_or(objects.get("iteration"), base.step_of(names))
         pieces = list(found.pieces)
         lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
         left_out = list(values.left_out)
-        return Foreign(pieces, objects, left_out, step=step, lay=lay, sizes=sizes)
+        return base.Foreign(pieces, objects, left_out, step=step, lay=lay, sizes=sizes)
 
 
-def open_buckets(names: Listing) -> Foreign | None:
+def open_buckets(names: base.Listing) -> base.Foreign | None:
     """Read the optimizer of ``dp_reshardable``: buckets, which only a layout gives names.
 
     They are called ``GROUP: gbuf_idx_0.0.exp_avg``: the ranks that have one part of the model, the
@@ -125,7 +115,7 @@ def open_buckets(names: Listing) -> Foreign | None:
     if not {METADATA, _METADATA, _COMMON} <= set(names.names):
         return None
     found = read_items(names, lambda name: name.endswith(_LENGTHS))
-    pieces: list[ForeignPiece] = []
+    pieces: list[base.ForeignPiece] = []
     shapes: dict[str, tuple[int, ...]] = {}
     types: dict[tuple[str, str], str] = {}
     for piece in found.pieces:
@@ -148,12 +138,12 @@ def open_buckets(names: Listing) -> Foreign | None:
     }
     common = load_torch(names, _COMMON).value
     iteration = common.get("iteration") if isinstance(common, dict) else None
-    step = step_or(iteration, found.step)
+    step = base.step_or(iteration, found.step)
     sizes = _model_sizes(shapes, common)
-    return Foreign(pieces, objects, step=step, sizes=sizes, has_sections=False)
+    return base.Foreign(pieces, objects, step=step, sizes=sizes, has_sections=False)
 
 
-def _not_one(names: Listing, wanted: str, found: str) -> RefusedError:
+def _not_one(names: base.Listing, wanted: str, found: str) -> RefusedError:
     return RefusedError(
         "a layout cannot read the buckets of this optimizer",
         kind="unreadable-format",
@@ -164,7 +154,7 @@ def _not_one(names: Listing, wanted: str, found: str) -> RefusedError:
     )
 
 
-def _lengths(names: Listing, objects: Mapping[str, Any], group: str, buffer: str) -> list[int]:
+def _lengths(names: base.Listing, objects: Mapping[str, Any], group: str, buffer: str) -> list[int]:
     """Return how long the buckets of a buffer are with what fills them up."""
     number = int(buffer.rpartition("_")[2])
     try:
@@ -179,7 +169,7 @@ def _lengths(names: Listing, objects: Mapping[str, Any], group: str, buffer: str
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = "the optimizer does not record the length of its buckets"
         where = names.key(f"{METADATA}: {group}{_LENGTHS}")
-        raise damaged(what, where, error) from None
+        raise base.damaged(what, where, error) from None
 
 
 def _model_sizes(shapes: Mapping[str, tuple[int, ...]], common: object) -> dict[str, int]:
@@ -197,7 +187,7 @@ def _model_sizes(shapes: Mapping[str, tuple[int, ...]], common: object) -> dict[
     return sizes
 
 
-def _legacy(names: Listing) -> list[str]:
+def _legacy(names: base.Listing) -> list[str]:
     """Return the folders of ranks of the form before torch_dist, if there are several."""
     folders = [n for n in names.folders if _RANK.fullmatch(n)]
     if len(folders) < 2 or METADATA in names.names:
@@ -205,7 +195,7 @@ def _legacy(names: Listing) -> list[str]:
     return folders if any(n in _WEIGHTS for n in names.inside(folders[0]).names) else []
 
 
-def _command(names: Listing, folders: Sequence[str]) -> str:
+def _command(names: base.Listing, folders: Sequence[str]) -> str:
     """Return the command that reads the legacy form, as far as names and arguments tell.
 
     Raises
@@ -216,9 +206,11 @@ def _command(names: Listing, folders: Sequence[str]) -> str:
     places = [tuple(map(int, f.rstrip("/").split("_")[2:])) for f in folders]
     sizes = [max(numbers) + 1 for numbers in zip(*places, strict=False)]
     if math.prod(sizes) != len(places):
-        whole = product(*map(range, sizes)) if math.prod(sizes) <= MAX_NAMES else ()
+        whole = product(*map(range, sizes)) if math.prod(sizes) <= base.MAX_NAMES else ()
         gone = next((place for place in whole if place not in set(places)), sizes)
-        raise missing(names.key(f"mp_rank_{'_'.join(map(str, gone))}/"), "copy those of all ranks")
+        raise base.missing(
+            names.key(f"mp_rank_{'_'.join(map(str, gone))}/"), "copy those of all ranks"
+        )
     inside = names.inside(folders[0])
     file = next(n for n in _WEIGHTS if n in inside.names)
     value = load_torch(inside, file).value

@@ -37,23 +37,9 @@ from ckptd.lay.scales import (
     scale_tensor,
 )
 from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey
-from ckptd.lay.syntax import Affine, Alias
+from ckptd.lay.syntax.tree import Affine, Alias
 from ckptd.lay.values import Values
-from ckptd.reshard.changes import (
-    BlockScales,
-    Scaled,
-    block_maxima,
-    block_scales,
-    change_of,
-    changed_dtype,
-    halves,
-    limit_of,
-    quantized,
-    scale_shape,
-    scale_type,
-    step_promise,
-    unfit_value,
-)
+from ckptd.reshard import changes
 from ckptd.reshard.dequantized import DEQUANTIZE
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
 from ckptd.reshard.reading import ValueReader
@@ -69,12 +55,12 @@ def _logical(composed: Composed, link: TensorLink, piece: int, only: int) -> Chu
     takes = []
     for copy in plan.copies:
         source = composed.stock.by_name[copy.source.name]
-        change = change_of(source.dtype, dtype_of(_LOGICAL), None, link.tensor.name)
+        change = changes.change_of(source.dtype, dtype_of(_LOGICAL), None, link.tensor.name)
         takes.append(Take(source.number, copy.piece, copy.blocks, change))
     return ChunkFeed(tuple(takes), plan.fills)
 
 
-def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
+def measured_scales(composed: Composed, link: TensorLink) -> changes.BlockScales:
     """Return the scales of a quantized target tensor.
 
     A block of zeros has scale 1. The result does not depend on how the tensor is cut.
@@ -94,7 +80,7 @@ def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
         for n in range(grid.npieces)
     ]
     reader = ValueReader(source, pieces)
-    maxima = np.zeros(scale_shape(grid.shape, block), dtype=np.float32)
+    maxima = np.zeros(changes.scale_shape(grid.shape, block), dtype=np.float32)
     for part in reader.parts():
         memory = np.zeros(part.hi - part.lo, dtype=np.uint8)
         reader.read(part, memory)
@@ -105,10 +91,10 @@ def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
                 piece = grid.piece(chunk.tensor)
                 begin = (piece.flat[0] if piece.flat else 0) + (first - chunk.start) // 4
                 found = values[(first - part.lo) // 4 : (last - part.lo) // 4]
-                block_maxima(maxima, found, begin, piece.box, block)
+                changes.block_maxima(maxima, found, begin, piece.box, block)
     if not np.isfinite(maxima).all():
-        raise unfit_value(link.tensor.name)
-    return block_scales(maxima, modifier, link.tensor.name)
+        raise changes.unfit_value(link.tensor.name)
+    return changes.block_scales(maxima, modifier, link.tensor.name)
 
 
 _MOST_NAMED = 6
@@ -247,7 +233,7 @@ class Composed:
         takes = []
         for copy in plan.copies:
             source = self.stock.by_name[copy.source.name]
-            if copy.values is not None and quantized(copy.values.target) is not None:
+            if copy.values is not None and changes.quantized(copy.values.target) is not None:
                 raise MismatchError(
                     "values of ranks cannot be quantized in this reshard",
                     kind="lay-fit",
@@ -255,7 +241,7 @@ class Composed:
                     hint="reshard twice: first into a checkpoint of ckptd",
                 )
             change = self._source_change(source, copy)
-            change = change or change_of(source.dtype, dtype, copy.values, tensor.name)
+            change = change or changes.change_of(source.dtype, dtype, copy.values, tensor.name)
             takes += _takes(self.stock, source, copy, change, dtype, tensor.name)
         return ChunkFeed(tuple(takes), plan.fills)
 
@@ -263,7 +249,7 @@ class Composed:
         """Return the change from quantized values; None where they are none."""
         if source.plain is not None:
             return source.plain.change(source.grid.piece(copy.piece))
-        if copy.values is None or quantized(copy.values.source) is None:
+        if copy.values is None or changes.quantized(copy.values.source) is None:
             return None
         key = (copy.source.rule, copy.source.indexes, "")
         return self.dequantized(key, source, source.grid.piece(copy.piece))
@@ -275,15 +261,15 @@ class Composed:
         change = self._source_change(source, copy)
         if change is not None:
             return change
-        if values is not None and quantized(values.target) is not None:
+        if values is not None and changes.quantized(values.target) is not None:
             return self.quantized(link, link.tensor.grid.piece(piece))
-        return change_of(source.dtype, link.dtype, values, link.tensor.name)
+        return changes.change_of(source.dtype, link.dtype, values, link.tensor.name)
 
-    def dequantized(self, key: TensorKey, source: StockTensor, piece: Piece) -> Scaled:
+    def dequantized(self, key: TensorKey, source: StockTensor, piece: Piece) -> changes.Scaled:
         """Return the change from a quantized source piece to logical values."""
         form = self.composition.source
         found = scale_tensor(form, key[0], key[1])
-        modifier = quantized(form.rules[key[0]].equation.modifiers)
+        modifier = changes.quantized(form.rules[key[0]].equation.modifiers)
         if found is None or modifier is None or found.name not in self.stock.by_name:
             raise MismatchError(
                 "the source lacks the scales of a quantized tensor",
@@ -293,9 +279,9 @@ class Composed:
             )
         above = overall_scale(form, key[0], key[1])
         names = [t.name for t in (found, above) if t is not None]
-        return Scaled(
+        return changes.Scaled(
             source.name,
-            lambda: self._scales_of(names, scale_type(modifier)),
+            lambda: self._scales_of(names, changes.scale_type(modifier)),
             modifier.block,
             source.shape,
             piece.box,
@@ -317,15 +303,15 @@ class Composed:
         return {}
 
     @cached_property
-    def _measured(self) -> dict[str, BlockScales]:
+    def _measured(self) -> dict[str, changes.BlockScales]:
         return {}
 
-    def quantized(self, link: TensorLink, piece: Piece) -> Scaled:
+    def quantized(self, link: TensorLink, piece: Piece) -> changes.Scaled:
         """Return the change from logical values to a quantized target piece."""
         modifier = quantized_as(self.composition.target, link.key[0])
         if modifier is None:
             raise ValueError(f"{link.tensor.name} is not quantized")
-        return Scaled(
+        return changes.Scaled(
             link.tensor.name,
             lambda: self.target_scales(link).factors,
             modifier.block,
@@ -333,11 +319,11 @@ class Composed:
             piece.box,
             piece.flat,
             "target",
-            limit_of(modifier, link.tensor.name),
+            changes.limit_of(modifier, link.tensor.name),
             half=0 if modifier.dtype == HALF_BYTE else None,
         )
 
-    def target_scales(self, link: TensorLink) -> BlockScales:
+    def target_scales(self, link: TensorLink) -> changes.BlockScales:
         """Return the scales of a target tensor; its values are read for that."""
         name = link.tensor.name
         if name not in self._measured:
@@ -468,19 +454,19 @@ def _takes(
 ) -> list[Take]:
     """Return a copy as takes from where its source lies."""
     if stock.locate is None:
-        if isinstance(change, Scaled) and change.half is not None:
+        if isinstance(change, changes.Scaled) and change.half is not None:
             return _of_halves(source.number, copy, change)
         return [Take(source.number, copy.piece, copy.blocks, change)]
     located = stock.locate(source.name, copy.piece, copy.blocks, dtype)
     return [_both(take, change, where) for take in located]
 
 
-def _of_halves(number: int, copy: Copy, change: Scaled) -> list[Take]:
+def _of_halves(number: int, copy: Copy, change: changes.Scaled) -> list[Take]:
     """Return takes of bytes, on the side that has two elements in each."""
     is_source = change.side == "source"
     found: dict[int, list[Block]] = {0: [], 1: []}
     for block in copy.blocks:
-        for half, part in halves(block if is_source else block.turned()):
+        for half, part in changes.halves(block if is_source else block.turned()):
             found[half].append(part if is_source else part.turned())
     return [
         Take(number, copy.piece, tuple(blocks), replace(change, half=half))
@@ -492,7 +478,7 @@ def _both(take: Take, change: Change | None, where: str) -> Take:
     """Return a take with the change of the rules, unless replicas are combined on the way."""
     if change is None:
         return take
-    if take.change is not None or isinstance(change, Scaled):
+    if take.change is not None or isinstance(change, changes.Scaled):
         raise MismatchError(
             "values of ranks are combined or scaled, and cannot be changed in the same reshard",
             kind="lay-fit",
@@ -668,7 +654,7 @@ def _copied(
     takes = []
     for copy in composition.piece(key, piece).copies:
         source = stock.by_name[copy.source.name]
-        change = change_of(source.dtype, mine.dtype, copy.values, mine.name)
+        change = changes.change_of(source.dtype, mine.dtype, copy.values, mine.name)
         takes += _takes(stock, source, copy, change, mine.dtype, mine.name)
     return ChunkFeed(tuple(takes))
 
@@ -826,13 +812,15 @@ def _link(
     for other, stocked in sources.items():
         values = composition.values(composition.source.rules[other[0]], rule, key[2])
         plain = stocked.plain
-        dtype = changed_dtype(plain.dtype if plain else stocked.dtype, values, tensor.name)
+        dtype = changes.changed_dtype(plain.dtype if plain else stocked.dtype, values, tensor.name)
         equation = composition.source.rules[other[0]].equation
         if _is_scaled(values, tensor.name, is_plain=plain is not None):
             found.append((dtype, PROMISES[-1]))
             continue
-        change = change_of(stocked.dtype, dtype, values, tensor.name)
-        found.append((dtype, step_promise(equation, rule.equation, stocked.dtype, dtype, change)))
+        change = changes.change_of(stocked.dtype, dtype, values, tensor.name)
+        found.append(
+            (dtype, changes.step_promise(equation, rule.equation, stocked.dtype, dtype, change))
+        )
     dtypes = dict.fromkeys(d.name for d, _ in found)
     if len(dtypes) != 1:
         raise MismatchError(
@@ -890,7 +878,7 @@ def _in_elements(source: Resolved, stock: SourceTensors) -> SourceTensors:
 def _is_scaled(values: Values | None, where: str, *, is_plain: bool) -> bool:
     """Tell whether values are quantized on one side; refuse what is not done in one go."""
     source, target = values or ((), ())
-    sides = [quantized(source), quantized(target), is_plain or None]
+    sides = [changes.quantized(source), changes.quantized(target), is_plain or None]
     others = [m for m in (*source, *target) if isinstance(m, Affine)]
     if not any(sides):
         return False
@@ -914,7 +902,7 @@ def _check_quantized(
     form = composition.source
     for link in links:
         for (rule, indexes, state), tensor in link.sources.items():
-            modifier = None if state else quantized(form.rules[rule].equation.modifiers)
+            modifier = None if state else changes.quantized(form.rules[rule].equation.modifiers)
             if modifier is None:
                 continue
             half = modifier.dtype == HALF_BYTE
@@ -926,7 +914,7 @@ def _check_quantized(
                     wanted=" or ".join(_PAIRS) if half else modifier.dtype,
                     found=tensor.dtype.name,
                 )
-            limit_of(modifier, tensor.name)
+            changes.limit_of(modifier, tensor.name)
             named = scale_tensor(form, rule, indexes)
             scales = stock.by_name.get(named.name) if named else None
             if scales is None:

@@ -20,18 +20,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from ckptd.errors import CkptdError, StoreError
-from ckptd.store.base import (
-    FaultRule,
-    FaultSpec,
-    Names,
-    ObjectInfo,
-    Store,
-    Watchable,
-    Wrapper,
-    Writer,
-    as_bytes_view,
-    innermost,
-)
+from ckptd.store import base
 from ckptd.types import ByteRange
 
 _T = TypeVar("_T")
@@ -61,7 +50,7 @@ class FaultPoint:
     size: int
 
 
-class Fault(Wrapper):
+class Fault(base.Wrapper):
     """Fails on schedule; see `FaultRule` for what it can do.
 
     Attributes
@@ -70,8 +59,8 @@ class Fault(Wrapper):
         What was called so far, in the order in which the calls began.
     """
 
-    def __init__(self, inner: Store, spec: FaultSpec | None = None) -> None:
-        spec = spec or FaultSpec()
+    def __init__(self, inner: base.Store, spec: base.FaultSpec | None = None) -> None:
+        spec = spec or base.FaultSpec()
         super().__init__(inner, spec)
         self.operations: list[FaultPoint] = []
         self._rules = spec.rules
@@ -79,8 +68,8 @@ class Fault(Wrapper):
         self._matches: Counter[int] = Counter()
         self._dead = False
         self._lock = threading.Lock()
-        core = innermost(inner)
-        if spec.inner and isinstance(core, Watchable):
+        core = base.innermost(inner)
+        if spec.inner and isinstance(core, base.Watchable):
             core.watch(self._inner_step)
 
     # -- deciding ------------------------------------------------------------------------------
@@ -90,7 +79,7 @@ class Fault(Wrapper):
         rule = self._begin(op, key, size)
         return act() if rule is None else self._act(rule, op, key, act)
 
-    def _act(self, rule: FaultRule, op: str, key: str, act: Callable[[], _T]) -> _T:
+    def _act(self, rule: base.FaultRule, op: str, key: str, act: Callable[[], _T]) -> _T:
         match rule.action:
             case "delay":
                 time.sleep(rule.delay_s)
@@ -112,7 +101,7 @@ class Fault(Wrapper):
                 raise _death(op, key)
         return _spoil(rule, result)
 
-    def _begin(self, op: str, key: str, size: int) -> FaultRule | None:
+    def _begin(self, op: str, key: str, size: int) -> base.FaultRule | None:
         with self._lock:
             operation = FaultPoint(len(self.operations) + 1, op, key, size)
             self.operations.append(operation)
@@ -152,7 +141,7 @@ class Fault(Wrapper):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Count; maybe fail, or fill less of `buffer`, or with other bytes."""
-        view = as_bytes_view(buffer)
+        view = base.as_bytes_view(buffer)
 
         def act() -> memoryview:
             # Into memory of our own: a short read leaves the caller's last bytes as they were.
@@ -168,12 +157,12 @@ class Fault(Wrapper):
         op = "put-new" if create_only else "put"
         self.step(op, key, len(data), lambda: self.inner.put(key, data, create_only=create_only))
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Count; maybe fail, now or at a later write or commit."""
         inner = self.step("writer", key, size, lambda: self.inner.writer(key, size))
         return _FaultWriter(self, inner, key, size)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Count; maybe fail."""
         return self.step("stat", key, 0, lambda: self.inner.stat(key))
 
@@ -181,11 +170,11 @@ class Fault(Wrapper):
         """Count as ``stat``; maybe fail."""
         return self.step("stat", key, 0, lambda: self.inner.exists(key))
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Count; maybe fail, or list fewer objects."""
         yield from self.step("list", prefix, 0, lambda: list(self.inner.list(prefix)))
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Count; maybe fail, or name fewer children."""
         return self.step("children", prefix, 0, lambda: self.inner.children(prefix))
 
@@ -200,7 +189,7 @@ class Fault(Wrapper):
 
     def sweep(
         self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
-    ) -> Names:
+    ) -> base.Names:
         """Count; maybe fail."""
         return self.step(
             "sweep",
@@ -210,8 +199,8 @@ class Fault(Wrapper):
         )
 
 
-class _FaultWriter(Writer):
-    def __init__(self, fault: Fault, inner: Writer, key: str, size: int) -> None:
+class _FaultWriter(base.Writer):
+    def __init__(self, fault: Fault, inner: base.Writer, key: str, size: int) -> None:
         self._fault = fault
         self._inner = inner
         self._key = key
@@ -241,7 +230,7 @@ class _FaultWriter(Writer):
             self._fault.step("abort", self._key, 0, self._inner.abort)
 
 
-def _matches(rule: FaultRule, operation: FaultPoint) -> bool:
+def _matches(rule: base.FaultRule, operation: FaultPoint) -> bool:
     if rule.number is not None and rule.number != operation.number:
         return False
     if rule.op is not None and not fnmatchcase(operation.op, rule.op):
@@ -249,12 +238,12 @@ def _matches(rule: FaultRule, operation: FaultPoint) -> bool:
     return rule.key is None or fnmatchcase(operation.key, rule.key)
 
 
-def _strikes(rule: FaultRule, match_number: int) -> bool:
+def _strikes(rule: base.FaultRule, match_number: int) -> bool:
     nth = match_number - rule.skip
     return nth > 0 and (rule.times == 0 or nth <= rule.times)
 
 
-def _spoil(rule: FaultRule, result: _T) -> _T:
+def _spoil(rule: base.FaultRule, result: _T) -> _T:
     """Give back less of `result`, or flip the lowest bit of its middle byte."""
     if rule.action == "short" and isinstance(result, (bytes, memoryview, list)):
         return result[: len(result) // 2]  # type: ignore[return-value]
@@ -265,7 +254,7 @@ def _spoil(rule: FaultRule, result: _T) -> _T:
     return result
 
 
-def _error(rule: FaultRule, op: str, key: str) -> Exception:
+def _error(rule: base.FaultRule, op: str, key: str) -> Exception:
     if rule.errno is not None:
         return OSError(rule.errno, os.strerror(rule.errno))
     return CkptdError.from_dict({"where": f"{op} {key}", **rule.error})

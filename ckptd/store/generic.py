@@ -23,18 +23,7 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
-from ckptd.store.base import (
-    MAX_KEY_BYTES,
-    Capabilities,
-    ObjectInfo,
-    SizedWriter,
-    Store,
-    Writer,
-    check_end,
-    check_key,
-    check_prefix,
-    is_segment,
-)
+from ckptd.store import base
 from ckptd.store.osio import explain, while_folders_vanish
 from ckptd.types import ByteRange
 
@@ -55,7 +44,7 @@ def open_generic(url: str, options: dict[str, Any]) -> FsspecStore:
     return FsspecStore(url, **options)
 
 
-class FsspecStore(Store):
+class FsspecStore(base.Store):
     """Objects behind an fsspec file system.
 
     Parameters
@@ -79,7 +68,7 @@ class FsspecStore(Store):
         protocol = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._whole_puts = bool(protocols & _OBJECT_STORES)
-        self.capabilities = Capabilities(
+        self.capabilities = base.Capabilities(
             create_only=bool(protocols & _CREATE_ONLY),
             consistent_list=self._whole_puts or "file" in protocols or "memory" in protocols,
             durable=self._whole_puts,
@@ -90,7 +79,7 @@ class FsspecStore(Store):
         )
 
     def _path(self, key: str) -> str:
-        return self._join(check_key(key))
+        return self._join(base.check_key(key))
 
     def _join(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -104,21 +93,21 @@ class FsspecStore(Store):
             with _translated(path):
                 return bytes(self._fs.cat_file(path))
         if byte_range.length == 0:
-            check_end(path, byte_range.end, self.stat(key).size)
+            base.check_end(path, byte_range.end, self.stat(key).size)
             return b""
         try:
             with _translated(path):
                 data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
         except StoreError:
             # Some services refuse a range past the end, others give what there is.
-            check_end(path, byte_range.end, self.stat(key).size)
+            base.check_end(path, byte_range.end, self.stat(key).size)
             raise
         if len(data) != byte_range.length:
-            check_end(path, byte_range.end, byte_range.start + len(data))
+            base.check_end(path, byte_range.end, byte_range.start + len(data))
             raise StoreError("the store sent more bytes than requested", where=path)
         return data
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object; time is 0 where the file system tells none."""
         path = self._path(key)
         with _translated(path):
@@ -126,11 +115,11 @@ class FsspecStore(Store):
         if info["type"] != "file":
             raise NotFoundError("no such object", where=path, found=info["type"])
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
-        return ObjectInfo(key, int(info["size"]), _time_of(info), tag)
+        return base.ObjectInfo(key, int(info["size"]), _time_of(info), tag)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`, in key order."""
-        folder = self._join(check_prefix(prefix)).rstrip("/")
+        folder = self._join(base.check_prefix(prefix)).rstrip("/")
         self._fs.invalidate_cache()
         with _translated(folder):
             try:
@@ -140,9 +129,11 @@ class FsspecStore(Store):
         infos = []
         for path, info in found.items():
             key = path[len(self._root) :].lstrip("/")
-            legal = len(key) <= MAX_KEY_BYTES and all(is_segment(p) for p in key.split("/"))
+            legal = len(key) <= base.MAX_KEY_BYTES and all(
+                base.is_segment(p) for p in key.split("/")
+            )
             if legal and info["type"] == "file" and key.startswith(prefix):
-                infos.append(ObjectInfo(key, int(info["size"]), _time_of(info)))
+                infos.append(base.ObjectInfo(key, int(info["size"]), _time_of(info)))
         yield from sorted(infos, key=lambda i: i.key)
 
     # -- writing -------------------------------------------------------------------------------
@@ -209,7 +200,7 @@ class FsspecStore(Store):
         with _translated(path):
             return while_folders_vanish(attempt, path)
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object of exactly `size` bytes."""
         return _FsspecWriter(self, self._path(key), size)
 
@@ -235,10 +226,10 @@ class FsspecStore(Store):
 
     def sync(self, prefix: str) -> None:
         """Do nothing: fsspec knows no durability beyond the end of a put."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
 
 
-class _FsspecWriter(SizedWriter):
+class _FsspecWriter(base.SizedWriter):
     def __init__(self, store: FsspecStore, path: str, size: int) -> None:
         super().__init__(path, size)
         self._fs = store._fs

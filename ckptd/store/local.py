@@ -33,42 +33,12 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
-from ckptd.store.base import (
-    MAX_KEY_BYTES,
-    Capabilities,
-    Names,
-    ObjectInfo,
-    SizedWriter,
-    Store,
-    Writer,
-    as_bytes_view,
-    check_end,
-    check_key,
-    check_prefix,
-    is_segment,
-    parse_options,
-    root_gone,
-)
-from ckptd.store.osio import (
-    O_DIRECT,
-    Os,
-    PagePool,
-    WatchedOs,
-    copy_bytes,
-    is_cached,
-    knows_none,
-    no_winner,
-    reading,
-    start_writeback,
-    while_folders_vanish,
-    write_all,
-    writing,
-)
+from ckptd.store import base, osio
 from ckptd.types import ByteRange
 
 _WORTH_DIRECT = 1 << 20
 _BOUNCE_BYTES = 4 << 20
-_bounces = PagePool(_BOUNCE_BYTES, 8)
+_bounces = osio.PagePool(_BOUNCE_BYTES, 8)
 """For reads that are not aligned."""
 
 
@@ -83,14 +53,14 @@ def read_range(path: str, fd: int, offset: int, view: memoryview, *, direct: boo
         What the kernel reports.
     """
     done = 0
-    possible = direct and O_DIRECT and len(view) >= _WORTH_DIRECT
+    possible = direct and osio.O_DIRECT and len(view) >= _WORTH_DIRECT
     if possible and _is_worth_direct(fd, offset, len(view)):
         is_aligned = offset % ALIGN == 0 and address(view) % ALIGN == 0
         done = (_read_direct if is_aligned else _read_bounced)(fd, offset, view)
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
-            check_end(path, offset + len(view), offset + done)
+            base.check_end(path, offset + len(view), offset + done)
         done += count
 
 
@@ -102,7 +72,7 @@ def _is_worth_direct(fd: int, offset: int, count: int) -> bool:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         # A file system that does not say is left to its own ways.
-        return is_cached(fd, offset, offset + count // 2, offset + count - 1) is False
+        return osio.is_cached(fd, offset, offset + count // 2, offset + count - 1) is False
     finally:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
 
@@ -116,7 +86,7 @@ def _past_the_cache(fd: int) -> Iterator[bool]:
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | osio.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -160,7 +130,7 @@ def _read_bounced(fd: int, offset: int, view: memoryview) -> int:
             if count <= 0:  # the end of the file
                 break
             count = min(count, len(view) - done)
-            copy_bytes(view[done : done + count], room[skip : skip + count])
+            osio.copy_bytes(view[done : done + count], room[skip : skip + count])
             done += count
     _bounces.give(bounce)
     return done
@@ -170,7 +140,7 @@ ALIGN = 4096
 _WORTH_ALIGNING = 1 << 20
 
 
-class LocalWriter(SizedWriter):
+class LocalWriter(base.SizedWriter):
     """Writes the file in place; see `Writer`. `path` is free or gets a new file."""
 
     def __init__(
@@ -178,10 +148,10 @@ class LocalWriter(SizedWriter):
         path: str,
         size: int,
         *,
-        system: Os,
+        system: osio.Os,
         pool: ThreadPoolExecutor,
         threads: int,
-        blocks: PagePool,
+        blocks: osio.PagePool,
         block_bytes: int,
         stall_s: float,
         buffered_devices: set[int],
@@ -223,10 +193,10 @@ class LocalWriter(SizedWriter):
 
     def _set_direct(self, on: bool) -> bool:
         """Switch O_DIRECT; returns whether it is on."""
-        if not O_DIRECT:
+        if not osio.O_DIRECT:
             return False
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        wanted = flags | O_DIRECT if on else flags & ~O_DIRECT
+        wanted = flags | osio.O_DIRECT if on else flags & ~osio.O_DIRECT
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
         except OSError:
@@ -237,7 +207,7 @@ class LocalWriter(SizedWriter):
     # -- the caller's thread -------------------------------------------------------------------
 
     def _append(self, view: memoryview) -> None:
-        with writing(self.key, self.size):
+        with osio.writing(self.key, self.size):
             while len(view):
                 taken = self._send_in_place(view) or self._send_gathered(view)
                 view = view[taken:]
@@ -264,7 +234,7 @@ class LocalWriter(SizedWriter):
             if self._gather is None:
                 self._gather = self._blocks.take()
             end = self._gathered + count
-            copy_bytes(memoryview(self._gather)[self._gathered : end], view[:count])
+            osio.copy_bytes(memoryview(self._gather)[self._gathered : end], view[:count])
             self._gathered += count
         if count == room:
             self._send_block()
@@ -302,7 +272,7 @@ class LocalWriter(SizedWriter):
         self._is_cut = True  # once nothing is in flight any more
 
     def _finish(self) -> None:
-        with writing(self.key, self.size):
+        with osio.writing(self.key, self.size):
             tail = b""
             if self._gather is not None:
                 aligned = self._gathered // ALIGN * ALIGN
@@ -354,7 +324,7 @@ class LocalWriter(SizedWriter):
                 if count == 0:
                     self._go_buffered()
             if not self._direct:
-                start_writeback(self._fd, offset, count)
+                osio.start_writeback(self._fd, offset, count)
             view = view[count:]
             offset += count
 
@@ -407,10 +377,10 @@ def open_local(url: str, options: dict[str, Any]) -> LocalStore:
         path = url
     elif not path.startswith("/"):
         raise UsageError("invalid local URL", where=url, wanted="file:///path")
-    return LocalStore(os.path.expanduser(path), parse_options(url, options, LocalOptions))
+    return LocalStore(os.path.expanduser(path), base.parse_options(url, options, LocalOptions))
 
 
-class LocalStore(Store):
+class LocalStore(base.Store):
     """Plain files below a folder.
 
     A put writes a temporary file beside its target, fsyncs it, gives it its name by ``link`` (when
@@ -437,14 +407,14 @@ class LocalStore(Store):
         root: str | os.PathLike[str],
         options: LocalOptions | None = None,
         *,
-        system: Os | None = None,
+        system: osio.Os | None = None,
     ) -> None:
         self._settings = options or LocalOptions()
         self._root = os.path.abspath(root)
         self._real = os.path.realpath(self._root)
         self.url = self._root
         self.options: dict[str, Any] = _non_defaults(self._settings)
-        self.capabilities = Capabilities(
+        self.capabilities = base.Capabilities(
             create_only=True,
             consistent_list=True,
             durable=True,
@@ -453,18 +423,18 @@ class LocalStore(Store):
             parallel=max(1, self._settings.threads),
             block_bytes=max(4096, self._settings.block_bytes // 4096 * 4096),
         )
-        self._system = system or Os()
+        self._system = system or osio.Os()
         self._lock = threading.Lock()
         self._folders: set[str] = set()  # folders whose own names this store knows to be durable
         self._anchor: str | None = None
         self._fleeting = ""
         self._pool: ThreadPoolExecutor | None = None
         self._buffered_devices: set[int] = set()
-        self._blocks = PagePool(self.capabilities.block_bytes, 2 * self.capabilities.parallel)
+        self._blocks = osio.PagePool(self.capabilities.block_bytes, 2 * self.capabilities.parallel)
 
     def watch(self, hook: Callable[[str, str], None]) -> None:
         """Call ``hook("os.link", path)`` and so on before each system call."""
-        self._system = WatchedOs(self._system, hook)
+        self._system = osio.WatchedOs(self._system, hook)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -472,7 +442,7 @@ class LocalStore(Store):
         """Return the whole object, or exactly `byte_range` of it."""
         with self._opened(key) as (path, fd, size):
             start, end = (byte_range.start, byte_range.end) if byte_range else (0, size)
-            check_end(path, end, size)
+            base.check_end(path, end, size)
             if len(whole := os.pread(fd, end - start, start)) == end - start:
                 return whole
             buffer = bytearray(end - start)
@@ -481,16 +451,16 @@ class LocalStore(Store):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of the object."""
-        view = as_bytes_view(buffer)
+        view = base.as_bytes_view(buffer)
         with self._opened(key) as (path, fd, size):
-            check_end(path, offset + len(view), size)
+            base.check_end(path, offset + len(view), size)
             read_range(path, fd, offset, view, direct=self._settings.direct_reads)
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[str, int, int]]:
         path = self._path(key)
         self._refuse_outside(path)
-        with reading(path):
+        with osio.reading(path):
             fd = os.open(path, _READ_FLAGS)
             try:
                 info = os.fstat(fd)
@@ -500,15 +470,17 @@ class LocalStore(Store):
             finally:
                 os.close(fd)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
         path = self._path(key)
         self._refuse_outside(path)
-        with reading(path):
+        with osio.reading(path):
             info = os.stat(path)
         if not stat_module.S_ISREG(info.st_mode):
             raise NotFoundError("no such object", where=path, found="not a regular file")
-        return ObjectInfo(key, info.st_size, info.st_mtime, tag=f"{info.st_ino}-{info.st_mtime_ns}")
+        return base.ObjectInfo(
+            key, info.st_size, info.st_mtime, tag=f"{info.st_ino}-{info.st_mtime_ns}"
+        )
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind `key`, which may not exist."""
@@ -517,7 +489,7 @@ class LocalStore(Store):
         return Path(path)
 
     def _path(self, key: str) -> str:
-        return os.path.join(self._root, check_key(key))
+        return os.path.join(self._root, base.check_key(key))
 
     def _refuse_outside(self, path: str) -> None:
         """Follow links only while they stay below the root: a checkpoint is untrusted input."""
@@ -534,26 +506,26 @@ class LocalStore(Store):
 
     # -- listing -------------------------------------------------------------------------------
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`, in key order. Symbolic links are not listed."""
-        self._refuse_outside(os.path.join(self._root, check_prefix(prefix)))
+        self._refuse_outside(os.path.join(self._root, base.check_prefix(prefix)))
         yield from self._walk(prefix)
 
-    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, prefix: str) -> Iterator[base.ObjectInfo]:
         for name, entry in self._entries(prefix):
             if name.endswith("/"):
                 yield from self._walk(prefix + name)
                 continue
             try:
-                with reading(entry.path):
+                with osio.reading(entry.path):
                     info = entry.stat(follow_symlinks=bool(self._linked))
             except NotFoundError:
                 continue  # deleted since the folder was read
-            yield ObjectInfo(prefix + name, info.st_size, info.st_mtime)
+            yield base.ObjectInfo(prefix + name, info.st_size, info.st_mtime)
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Return names directly below `prefix`, sorted; folders end in "/"."""
-        self._refuse_outside(os.path.join(self._root, check_prefix(prefix)))
+        self._refuse_outside(os.path.join(self._root, base.check_prefix(prefix)))
         # A folder is a name only through the objects in it: leftovers alone do not make one.
         return [n for n, _ in self._entries(prefix) if n[-1] != "/" or any(self._walk(prefix + n))]
 
@@ -562,9 +534,12 @@ class LocalStore(Store):
         folder = os.path.join(self._root, prefix)
         found = []
         try:
-            with reading(folder), os.scandir(folder) as entries:
+            with osio.reading(folder), os.scandir(folder) as entries:
                 for entry in entries:
-                    if not is_segment(entry.name) or len(prefix + entry.name) > MAX_KEY_BYTES:
+                    if (
+                        not base.is_segment(entry.name)
+                        or len(prefix + entry.name) > base.MAX_KEY_BYTES
+                    ):
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         found.append((entry.name + "/", entry))
@@ -579,8 +554,8 @@ class LocalStore(Store):
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object whole, atomically and durably."""
         path = self._path(key)
-        view = as_bytes_view(memoryview(data))
-        with writing(path, len(view)):
+        view = base.as_bytes_view(memoryview(data))
+        with osio.writing(path, len(view)):
             self._in_folder(os.path.dirname(path), lambda: self._put(path, view, create_only))
 
     def _put(self, path: str, data: memoryview, create_only: bool) -> None:
@@ -606,7 +581,7 @@ class LocalStore(Store):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = self._system.open(temporary, flags)
         try:
-            write_all(self._system, fd, data, temporary)
+            osio.write_all(self._system, fd, data, temporary)
             if lasts:
                 self._system.fsync(fd, temporary)
         finally:
@@ -616,7 +591,7 @@ class LocalStore(Store):
         try:
             self._system.link(temporary, path)
         except OSError as error:
-            if knows_none(error, os.path.dirname(path)):
+            if osio.knows_none(error, os.path.dirname(path)):
                 self._rename_new(temporary, path, error)
                 return
             # NFS repeats a request whose reply was lost, and then reports our own success as
@@ -636,21 +611,21 @@ class LocalStore(Store):
         """
         folder = os.path.dirname(path)
         if os.major(os.stat(folder).st_dev) == 0:  # no block device: the network's, FUSE's, memory
-            raise no_winner(refusal, path) from refusal
+            raise osio.no_winner(refusal, path) from refusal
         try:
             self._system.rename_new(temporary, path)
         except FileExistsError as error:
             raise _exists(path) from error
         except OSError as error:
-            if knows_none(error, folder):
-                raise no_winner(refusal, path) from error
+            if osio.knows_none(error, folder):
+                raise osio.no_winner(refusal, path) from error
             raise
 
     def put_together(self, objects: Mapping[str, bytes]) -> None:
         """Write new files, then flush all and the folders: a journal then has one commit to do."""
         paths = {self._path(key): data for key, data in objects.items()}
         folder, owed = os.path.dirname(next(iter(paths))), dict[str, None]()
-        with writing(folder, sum(map(len, paths.values()))):
+        with osio.writing(folder, sum(map(len, paths.values()))):
             self._in_folder(folder, lambda: self._put_together(folder, paths, owed), owed)
 
     def _put_together(
@@ -664,11 +639,11 @@ class LocalStore(Store):
                 with suppress(FileNotFoundError):
                     self._system.unlink(path)
                 fd = opened[path] = self._system.open(path, flags)
-                with writing(path, len(data)):
-                    write_all(self._system, fd, memoryview(data), path)
-                    start_writeback(fd, 0, len(data))
+                with osio.writing(path, len(data)):
+                    osio.write_all(self._system, fd, memoryview(data), path)
+                    osio.start_writeback(fd, 0, len(data))
             for path, fd in opened.items():
-                with writing(path, len(paths[path])):
+                with osio.writing(path, len(paths[path])):
                     self._system.fdatasync(fd, path)
             for each in (folder, *owed):
                 self._system.fsync_folder(each)
@@ -697,7 +672,7 @@ class LocalStore(Store):
                     self._folders.clear()
                 raise
 
-        while_folders_vanish(attempt, folder)
+        osio.while_folders_vanish(attempt, folder)
 
     def _make_folder(self, folder: str, owed: dict[str, None] | None = None) -> None:
         """Make `folder` and those above it; each one's own name becomes durable.
@@ -736,7 +711,7 @@ class LocalStore(Store):
         """Do so on a disk of this host: what cuts its power ends the processes as well."""
         with suppress(OSError):  # no folder yet, and nothing in it to be relied on
             if os.major(os.stat(self._root).st_dev):
-                self._fleeting = os.path.join(self._root, check_prefix(prefix)).rstrip("/")
+                self._fleeting = os.path.join(self._root, base.check_prefix(prefix)).rstrip("/")
 
     def _check_anchor(self, made: str | None = None) -> None:
         """Raise when the anchor is gone; take back the folder that was `made` at that moment."""
@@ -745,7 +720,7 @@ class LocalStore(Store):
         if made is not None:
             with suppress(OSError):
                 self._system.rmdir(made)
-        raise root_gone(self._anchor)
+        raise base.root_gone(self._anchor)
 
     def _make_root(self) -> None:
         missing = []
@@ -761,11 +736,11 @@ class LocalStore(Store):
                     raise
             self._system.fsync_folder(os.path.dirname(path))
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object: preallocated, written in parallel blocks, O_DIRECT where it can."""
         path = self._path(key)
         made: list[LocalWriter] = []
-        with writing(path, size):
+        with osio.writing(path, size):
             self._in_folder(os.path.dirname(path), lambda: made.append(self._writer(path, size)))
         return made[0]
 
@@ -797,7 +772,7 @@ class LocalStore(Store):
         touched: set[str] = set()
         for path in paths:
             self._refuse_outside(os.path.dirname(path))
-            with writing(path), suppress(FileNotFoundError, NotADirectoryError):
+            with osio.writing(path), suppress(FileNotFoundError, NotADirectoryError):
                 self._system.unlink(path)
                 touched.add(os.path.dirname(path))
         for folder in sorted(touched, key=len, reverse=True):
@@ -806,7 +781,7 @@ class LocalStore(Store):
     def _settle(self, folder: str) -> None:
         """Remove `folder` and those above it while they are empty; make the removal durable."""
         lasts = folder != self._fleeting
-        with writing(folder):
+        with osio.writing(folder):
             while folder != self._root:
                 try:
                     self._system.rmdir(folder)
@@ -823,10 +798,10 @@ class LocalStore(Store):
 
     def sync(self, prefix: str) -> None:
         """Fsync the folder, every folder below it, and the one above it if that may be needed."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
         top = os.path.join(self._root, prefix).rstrip("/")
         self._refuse_outside(top)
-        with writing(top):
+        with osio.writing(top):
             folders = [folder for folder, _, _ in os.walk(top, onerror=_raise)]
             if top != self._root and top not in self._folders:
                 folders.append(os.path.dirname(top))
@@ -836,12 +811,12 @@ class LocalStore(Store):
 
     def sweep(
         self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
-    ) -> Names:
+    ) -> base.Names:
         """Remove temporary files of interrupted puts, and folders that hold nothing else.
 
         Not `deep`: looks at the folder itself and at no other.
         """
-        check_prefix(prefix)
+        base.check_prefix(prefix)
         top = os.path.join(self._root, prefix).rstrip("/") or "/"
         self._refuse_outside(top)
         limit = time.time() - older_than_s
@@ -851,7 +826,7 @@ class LocalStore(Store):
             old = [os.path.join(folder, n) for n in names if _TEMPORARY.fullmatch(n)]
             old = [path for path in old if _older(path, limit)]
             for path in old:
-                with writing(path), suppress(FileNotFoundError):
+                with osio.writing(path), suppress(FileNotFoundError):
                     self._system.unlink(path)
             if old or not (folders or names):
                 self._settle(folder)

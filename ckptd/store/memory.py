@@ -10,20 +10,7 @@ from typing import Any
 import msgspec
 
 from ckptd.errors import ConflictError, NotFoundError, StoreError, UsageError
-from ckptd.store.base import (
-    Capabilities,
-    Names,
-    ObjectInfo,
-    SizedWriter,
-    Store,
-    Writer,
-    as_bytes_view,
-    check_end,
-    check_key,
-    check_prefix,
-    children_of,
-    parse_options,
-)
+from ckptd.store import base
 from ckptd.types import ByteRange
 
 
@@ -45,7 +32,7 @@ _spaces_lock = threading.Lock()
 
 def open_memory(url: str, options: dict[str, Any]) -> MemoryStore:
     """Open ``memory://name``."""
-    parse_options(url, options, MemoryOptions)
+    base.parse_options(url, options, MemoryOptions)
     return MemoryStore(url.partition("://")[2])
 
 
@@ -55,7 +42,7 @@ def forget_memory(name: str) -> None:
         _spaces.pop(name.strip("/"), None)
 
 
-class MemoryStore(Store):
+class MemoryStore(base.Store):
     """Objects in the memory of this process, shared by all that open the same name.
 
     Parameters
@@ -64,7 +51,7 @@ class MemoryStore(Store):
         Objects of one name are one store; they live until `forget_memory` or the process's end.
     """
 
-    capabilities = Capabilities(
+    capabilities = base.Capabilities(
         create_only=True,
         consistent_list=True,
         durable=False,
@@ -92,11 +79,11 @@ class MemoryStore(Store):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of the object."""
-        view = as_bytes_view(buffer)
+        view = base.as_bytes_view(buffer)
         view[:] = self._cut(key, self._find(key)[0], offset, offset + len(view))
 
     def _find(self, key: str) -> tuple[bytes | bytearray, float]:
-        check_key(key)
+        base.check_key(key)
         with self._space.lock:
             found = self._space.objects.get(key)
         if found is None:
@@ -104,12 +91,12 @@ class MemoryStore(Store):
         return found
 
     def _cut(self, key: str, data: bytes | bytearray, start: int, end: int) -> memoryview:
-        check_end(f"{self.url}/{key}", end, len(data))
+        base.check_end(f"{self.url}/{key}", end, len(data))
         return memoryview(data)[start:end]
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Keep a copy of `data`."""
-        self._store(check_key(key), bytes(data), create_only)
+        self._store(base.check_key(key), bytes(data), create_only)
 
     def _store(self, key: str, data: bytes | bytearray, create_only: bool) -> None:
         with self._space.lock:
@@ -119,41 +106,41 @@ class MemoryStore(Store):
                 )
             self._space.objects[key] = (data, time.time())
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin an object of exactly `size` bytes; it appears with `Writer.commit`."""
-        return _MemoryWriter(self, check_key(key), size)
+        return _MemoryWriter(self, base.check_key(key), size)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
         data, modified = self._find(key)
-        return ObjectInfo(key, len(data), modified)
+        return base.ObjectInfo(key, len(data), modified)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`, in key order."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
         with self._space.lock:
             found = sorted((k, v) for k, v in self._space.objects.items() if k.startswith(prefix))
         for key, (data, modified) in found:
-            yield ObjectInfo(key, len(data), modified)
+            yield base.ObjectInfo(key, len(data), modified)
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Return names directly below `prefix`, sorted."""
         with self._space.lock:
-            return children_of(self._space.objects, check_prefix(prefix))
+            return base.children_of(self._space.objects, base.check_prefix(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
-        checked = [check_key(k) for k in keys]
+        checked = [base.check_key(k) for k in keys]
         with self._space.lock:
             for key in checked:
                 self._space.objects.pop(key, None)
 
     def sync(self, prefix: str) -> None:
         """Do nothing: memory has no durability to wait for."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
 
 
-class _MemoryWriter(SizedWriter):
+class _MemoryWriter(base.SizedWriter):
     def __init__(self, store: MemoryStore, key: str, size: int) -> None:
         super().__init__(key, size)
         self._store = store

@@ -25,21 +25,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.runtime.pool import cores
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, TransientStoreError, UsageError
-from ckptd.store.base import (
-    MAX_KEY_BYTES,
-    Names,
-    ObjectInfo,
-    OpenFile,
-    PackSpec,
-    SizedWriter,
-    Store,
-    Wrapper,
-    Writer,
-    as_bytes_view,
-    check_end,
-    check_key,
-    is_segment,
-)
+from ckptd.store import base
 from ckptd.types import ByteRange
 
 FRAME_BYTES = 1 << 20
@@ -384,7 +370,7 @@ class PackReader:
         Gives the threads that unpack.
     """
 
-    def __init__(self, inner: Store, pool: Callable[[], ThreadPoolExecutor]) -> None:
+    def __init__(self, inner: base.Store, pool: Callable[[], ThreadPoolExecutor]) -> None:
         self._inner = inner
         self._pool = pool
         self._lock = threading.Lock()
@@ -406,7 +392,7 @@ class PackReader:
             if table is not None:
                 self._frames -= len(table.rows)
 
-    def table(self, name: str, info: ObjectInfo | None = None) -> PackTable:
+    def table(self, name: str, info: base.ObjectInfo | None = None) -> PackTable:
         """Return the table of `name`; `info`, where known, saves asking for the size.
 
         Raises
@@ -423,7 +409,7 @@ class PackReader:
             return kept
         return self._load(name, info or self._inner.stat(name))
 
-    def _load(self, name: str, info: ObjectInfo) -> PackTable:
+    def _load(self, name: str, info: base.ObjectInfo) -> PackTable:
         table = load_table(
             f"{self._inner.url}/{name}",
             info.size,
@@ -454,7 +440,7 @@ class PackReader:
 
         def act(table: PackTable) -> bytes:
             start, end = (byte_range.start, byte_range.end) if byte_range else (0, table.size)
-            check_end(f"{self._inner.url}/{name}", end, table.size)  # before it is allocated
+            base.check_end(f"{self._inner.url}/{name}", end, table.size)  # before it is allocated
             data = bytearray(end - start)
             self._fill(name, table, start, memoryview(data))
             return bytes(data)
@@ -475,7 +461,7 @@ class PackReader:
 
     def _fill(self, name: str, table: PackTable, offset: int, view: memoryview) -> None:
         where = f"{self._inner.url}/{name}"
-        check_end(where, offset + len(view), table.size)
+        base.check_end(where, offset + len(view), table.size)
         if not len(view):
             return
         first, last = table.index(offset), table.index(offset + len(view) - 1)
@@ -590,7 +576,7 @@ def result_of(future: Future[_T], where: str) -> _T:
         ) from None
 
 
-class PackWriter(SizedWriter):
+class PackWriter(base.SizedWriter):
     """Packs what it gets into `inner`; see `Writer`.
 
     Holds at most two frames a thread. A frame that lies in one buffer of the caller's is not
@@ -612,7 +598,7 @@ class PackWriter(SizedWriter):
         self,
         key: str,
         size: int,
-        inner: Writer,
+        inner: base.Writer,
         *,
         level: int,
         pool: ThreadPoolExecutor,
@@ -712,7 +698,7 @@ _MOST_THREADS = 8
 _LEVELS = range(1, 23)
 
 
-class Pack(Wrapper):
+class Pack(base.Wrapper):
     """Packs what `writer` writes under names that end in ``spec.suffix``, and reads both forms.
 
     Names, sizes and ranges are logical everywhere. `put` stores plain objects, and a plain object
@@ -721,10 +707,10 @@ class Pack(Wrapper):
     its digests.
     """
 
-    spec: PackSpec
+    spec: base.PackSpec
 
-    def __init__(self, inner: Store, spec: PackSpec | None = None) -> None:
-        super().__init__(inner, spec or PackSpec())
+    def __init__(self, inner: base.Store, spec: base.PackSpec | None = None) -> None:
+        super().__init__(inner, spec or base.PackSpec())
         level = self.spec.level
         if level is not None and (isinstance(level, bool) or level not in _LEVELS):
             raise UsageError("invalid level of zstd", wanted="1 to 22, or None", found=level)
@@ -748,19 +734,21 @@ class Pack(Wrapper):
 
     def _packed(self, key: str) -> str | None:
         """Return the name of the packed form of `key`; None where it has none."""
-        name = check_key(key) + PACKED
-        if not key.endswith(self.spec.suffix) or len(name) > MAX_KEY_BYTES:
+        name = base.check_key(key) + PACKED
+        if not key.endswith(self.spec.suffix) or len(name) > base.MAX_KEY_BYTES:
             return None
-        return name if is_segment(name.rpartition("/")[2]) else None
+        return name if base.is_segment(name.rpartition("/")[2]) else None
 
     def _logical(self, name: str) -> str | None:
         """Return the key whose packed form `name` is; None where it is none."""
         key = name.removesuffix(PACKED)
-        packed = key != name and key.endswith(self.spec.suffix) and is_segment(key.split("/")[-1])
+        packed = (
+            key != name and key.endswith(self.spec.suffix) and base.is_segment(key.split("/")[-1])
+        )
         return key if packed else None
 
     def _check_free(self, key: str) -> None:
-        if self._logical(check_key(key)) is not None:
+        if self._logical(base.check_key(key)) is not None:
             raise UsageError(
                 "this name is reserved for packed objects",
                 kind="bad-key",
@@ -793,7 +781,7 @@ class Pack(Wrapper):
         name = self._packed(key)
         if name is None:
             return self.inner.read_into(key, offset, buffer)
-        view = as_bytes_view(buffer)
+        view = base.as_bytes_view(buffer)
         if self._reader.knows(name):
             try:
                 return self._reader.read(name, offset, view)
@@ -807,7 +795,7 @@ class Pack(Wrapper):
             except NotFoundError:
                 raise error from None
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return logical size and time of one object."""
         name = self._packed(key)
         try:
@@ -819,7 +807,7 @@ class Pack(Wrapper):
                 table = self._reader.table(name, self.inner.stat(name))
             except NotFoundError:
                 raise error from None
-            return ObjectInfo(key, table.size, table.modified)
+            return base.ObjectInfo(key, table.size, table.modified)
 
     def exists(self, key: str) -> bool:
         """Tell whether the object exists in either form."""
@@ -835,7 +823,7 @@ class Pack(Wrapper):
             return path
         return None
 
-    def open_file(self, key: str) -> OpenFile | None:
+    def open_file(self, key: str) -> base.OpenFile | None:
         """Return the object as a descriptor; None where it is packed, or where this store packs."""
         name = self._packed(key)
         if not self.capabilities.local_files:
@@ -849,13 +837,13 @@ class Pack(Wrapper):
 
     # -- listing ---------------------------------------------------------------------------------
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`, in key order, with logical names and sizes.
 
         The size of a packed object that is not whole, a leftover, is that of its bytes.
         """
-        plain: dict[str, ObjectInfo] = {}
-        packed: dict[str, ObjectInfo] = {}
+        plain: dict[str, base.ObjectInfo] = {}
+        packed: dict[str, base.ObjectInfo] = {}
         for info in self.inner.list(prefix):
             key = self._logical(info.key)
             if key is None:
@@ -866,7 +854,7 @@ class Pack(Wrapper):
         found = {**plain, **self._sized({k: i for k, i in packed.items() if k not in hidden})}
         yield from (found[key] for key in sorted(found))
 
-    def _sized(self, packed: dict[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+    def _sized(self, packed: dict[str, base.ObjectInfo]) -> dict[str, base.ObjectInfo]:
         if not packed:
             return {}
         # Threads of its own: those that pack must not wait for a store.
@@ -874,12 +862,12 @@ class Pack(Wrapper):
         with ThreadPoolExecutor(threads, "ckptd-pack-list") as pool:
             sizes = pool.map(self._size, packed.values())
             return {
-                key: ObjectInfo(key, size, info.modified)
+                key: base.ObjectInfo(key, size, info.modified)
                 for (key, info), size in zip(packed.items(), sizes, strict=True)
                 if size is not None
             }
 
-    def _size(self, info: ObjectInfo) -> int | None:
+    def _size(self, info: base.ObjectInfo) -> int | None:
         try:
             return self._reader.table(info.key, info).size
         except NotFoundError:
@@ -887,7 +875,7 @@ class Pack(Wrapper):
         except CorruptError:
             return info.size
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Return logical names directly below `prefix`, sorted; folders end in "/"."""
         return sorted({self._logical(n) or n for n in self.inner.children(prefix)})
 
@@ -915,7 +903,7 @@ class Pack(Wrapper):
             self._reader.forget(self._packed(key) or "")
         self.inner.put_together(objects)
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object, packed where the spec has a level."""
         self._check_free(key)
         name = self._packed(key)

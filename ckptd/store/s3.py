@@ -16,20 +16,7 @@ from typing import Any
 import msgspec
 
 from ckptd.errors import ConflictError, NotFoundError, StoreError, TransientStoreError, UsageError
-from ckptd.store.base import (
-    MAX_KEY_BYTES,
-    Capabilities,
-    Names,
-    ObjectInfo,
-    Store,
-    Writer,
-    as_bytes_view,
-    check_end,
-    check_key,
-    check_prefix,
-    is_segment,
-    parse_options,
-)
+from ckptd.store import base
 from ckptd.store.s3_client import S3Client, S3Options, check_installed
 from ckptd.store.s3_errors import PreconditionError, S3Answer, s3_errors
 from ckptd.store.s3_http import Flight
@@ -37,7 +24,7 @@ from ckptd.store.s3_writer import S3Writer
 from ckptd.types import ByteRange
 
 _LEAST_PART = 5 << 20
-_LONGEST_PREFIX = 1024 - MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
+_LONGEST_PREFIX = 1024 - base.MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
 _Uploads = list[S3Answer]
 
 
@@ -50,10 +37,10 @@ def open_s3(url: str, options: dict[str, Any]) -> S3Store:
         Kind ``missing-package``: the extra ``s3`` is not installed.
     """
     check_installed()
-    return S3Store(url, parse_options(url, options, S3Options))
+    return S3Store(url, base.parse_options(url, options, S3Options))
 
 
-class S3Store(Store):
+class S3Store(base.Store):
     """Objects below a prefix of a bucket.
 
     Parameters
@@ -78,7 +65,7 @@ class S3Store(Store):
         self.options: dict[str, Any] = {
             k: v for k, v in msgspec.to_builtins(options).items() if v != getattr(S3Options(), k)
         }
-        self.capabilities = Capabilities(
+        self.capabilities = base.Capabilities(
             create_only=True,
             consistent_list=True,
             durable=True,
@@ -102,7 +89,7 @@ class S3Store(Store):
             self._hook(f"s3.{operation}", key)
 
     def _place(self, key: str) -> dict[str, Any]:
-        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+        return {"Bucket": self._bucket, "Key": self._prefix + base.check_key(key)}
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -126,9 +113,9 @@ class S3Store(Store):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by parallel ranged reads of at most `S3Options.part_bytes` each."""
-        view = as_bytes_view(buffer)
+        view = base.as_bytes_view(buffer)
         if not len(view):
-            check_end(self._where(key), offset, self.stat(key).size)
+            base.check_end(self._where(key), offset, self.stat(key).size)
             return
         step = self._settings.part_bytes
         starts = range(0, len(view), step)
@@ -139,39 +126,41 @@ class S3Store(Store):
         where = self._where(key)
         wanted = f"bytes={start}-{start + len(part) - 1}"
         count = self._client.read(flight, part, Range=wanted, **self._place(key))
-        check_end(where, start + len(part), start + count)
+        base.check_end(where, start + len(part), start + count)
         if count != len(part):
             raise StoreError("the store ignored the requested range", where=where)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
         answer = self._client.call("head_object", self._where(key), **self._place(key))
         modified, tag = answer["LastModified"].timestamp(), answer.get("ETag", "")
-        return ObjectInfo(key, int(answer["ContentLength"]), modified, tag)
+        return base.ObjectInfo(key, int(answer["ContentLength"]), modified, tag)
 
     # -- listing -------------------------------------------------------------------------------
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`, in key order."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
         found = []
         for page in self._pages(prefix):
             for item in page.parts("Contents"):
                 key = item["Key"][len(self._prefix) :]
-                if len(key) <= MAX_KEY_BYTES and all(is_segment(p) for p in key.split("/")):
+                if len(key) <= base.MAX_KEY_BYTES and all(
+                    base.is_segment(p) for p in key.split("/")
+                ):
                     modified = item["LastModified"].timestamp()
-                    found.append(ObjectInfo(key, int(item["Size"]), modified))
+                    found.append(base.ObjectInfo(key, int(item["Size"]), modified))
         # Not every store lists in order, so all pages come first.
         yield from sorted(found, key=lambda i: i.key)
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Return names directly below `prefix`, sorted; folders end in "/"."""
-        full = self._prefix + check_prefix(prefix)
+        full = self._prefix + base.check_prefix(prefix)
         names: set[str] = set()
         for page in self._pages(prefix, Delimiter="/"):
             names |= {item["Key"][len(full) :] for item in page.parts("Contents")}
             names |= {item["Prefix"][len(full) :] for item in page.parts("CommonPrefixes")}
-        return sorted(n for n in names if is_segment(n.removesuffix("/")))
+        return sorted(n for n in names if base.is_segment(n.removesuffix("/")))
 
     def _pages(self, prefix: str, **params: Any) -> Iterator[S3Answer]:
         where = self._where(prefix)
@@ -223,7 +212,7 @@ class S3Store(Store):
                 found=error.found,
             ) from error
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object: one request, or a multipart upload with parallel parts."""
         return S3Writer(
             self._client,
@@ -248,15 +237,15 @@ class S3Store(Store):
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an object is durable, name included, when its request returns."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
 
     def sweep(
         self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
-    ) -> Names:
+    ) -> base.Names:
         """Abort unfinished multipart uploads."""
         limit = datetime.now(UTC) - timedelta(seconds=older_than_s)
         swept = []
-        for upload in self._uploads(check_prefix(prefix)):
+        for upload in self._uploads(base.check_prefix(prefix)):
             if upload["Initiated"] > limit:
                 continue
             key = upload["Key"][len(self._prefix) :]

@@ -32,17 +32,7 @@ from ckptd.base.signatures import (
 )
 from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError, NotFoundError, RefusedError
-from ckptd.store.base import (
-    ObjectInfo,
-    OpenFile,
-    Store,
-    StoreSpec,
-    TrustSpec,
-    Wrapper,
-    Writer,
-    as_bytes_view,
-    check_end,
-)
+from ckptd.store import base
 from ckptd.types import ByteRange
 
 WINDOW_BYTES = 1 << 20
@@ -105,7 +95,7 @@ class FileHash:
         return self._whole.hexdigest(), b"".join(self._done) if len(self._done) > 1 else b""
 
 
-class HashedStore(Wrapper):
+class HashedStore(base.Wrapper):
     """Hashes whatever is written through it, in a thread beside the writing.
 
     What processes tell each other through the store, below ``parts/`` of a folder, has a MAC behind
@@ -122,12 +112,12 @@ class HashedStore(Wrapper):
         BLAKE3 in hexadecimal digits, by key. Windows are written as well, and are in it.
     """
 
-    def __init__(self, inner: Store, vouch: Callable[[str, bytes], bytes]) -> None:
+    def __init__(self, inner: base.Store, vouch: Callable[[str, bytes], bytes]) -> None:
         self.inner, self._vouch = inner, vouch
         self.url, self.options, self.capabilities = inner.url, inner.options, inner.capabilities
         self.hashes: dict[str, str] = {}
 
-    def describe(self) -> StoreSpec:
+    def describe(self) -> base.StoreSpec:
         """Return the store inside."""
         return self.inner.describe()
 
@@ -148,7 +138,7 @@ class HashedStore(Wrapper):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of the object."""
-        (Store if _SHARED in key else Wrapper).read_into(self, key, offset, buffer)
+        (base.Store if _SHARED in key else base.Wrapper).read_into(self, key, offset, buffer)
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object."""
@@ -167,7 +157,7 @@ class HashedStore(Wrapper):
             more |= self.hashed(key, hashing)
         self.inner.put_together({**more, **objects})
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object."""
         return _HashedWriter(self, key, self.inner.writer(key, size))
 
@@ -181,8 +171,8 @@ class HashedStore(Wrapper):
         return {where: windows}
 
 
-class _HashedWriter(Writer):
-    def __init__(self, store: HashedStore, key: str, inner: Writer) -> None:
+class _HashedWriter(base.Writer):
+    def __init__(self, store: HashedStore, key: str, inner: base.Writer) -> None:
         self._store, self._key, self._inner = store, key, inner
         self._hash = FileHash()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptd-blake3")
@@ -192,7 +182,7 @@ class _HashedWriter(Writer):
         """Append `data`, which must not change until `commit` in any case."""
         self._inner.write(data)
         self._settle()  # one piece behind at most
-        self._begun = self._pool.submit(self._hash.update, as_bytes_view(data))
+        self._begun = self._pool.submit(self._hash.update, base.as_bytes_view(data))
 
     def _settle(self) -> None:
         if self._begun is not None:
@@ -216,13 +206,13 @@ class _HashedWriter(Writer):
         self._inner.abort()
 
 
-class SignedStore(Wrapper):
+class SignedStore(base.Wrapper):
     """Reads checkpoints as one of the keys of `spec` has signed them, and no other.
 
     What is written passes through. Files are never mapped, nor given away open.
     """
 
-    def __init__(self, inner: Store, spec: TrustSpec) -> None:
+    def __init__(self, inner: base.Store, spec: base.TrustSpec) -> None:
         super().__init__(inner, spec)
         self._blake3 = need_blake3()
         self.capabilities = replace(inner.capabilities, local_files=False)
@@ -251,15 +241,15 @@ class SignedStore(Wrapper):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with what was signed."""
-        buffer = as_bytes_view(buffer)
+        buffer = base.as_bytes_view(buffer)
         end, digests = offset + len(buffer), self._windows_of(key)
         if not digests:  # one window
             raw = self.get(key)
-            check_end(key, end, len(raw))
+            base.check_end(key, end, len(raw))
             buffer[:] = raw[offset:end]
             return
         size = self.inner.stat(key).size
-        check_end(key, end, size)
+        base.check_end(key, end, size)
         if -(-size // WINDOW_BYTES) * DIGEST_BYTES != len(digests):
             raise self._wrong(key, f"{size} bytes")
         for number in range(offset // WINDOW_BYTES, -(-end // WINDOW_BYTES)):
@@ -277,11 +267,11 @@ class SignedStore(Wrapper):
 
     def read_all(
         self, prefix: str = "", *, most_bytes: int
-    ) -> Iterator[tuple[ObjectInfo, bytes | None]]:
+    ) -> Iterator[tuple[base.ObjectInfo, bytes | None]]:
         """Yield every object below `prefix` with its bytes, each by `get`."""
-        return Store.read_all(self, prefix, most_bytes=most_bytes)
+        return base.Store.read_all(self, prefix, most_bytes=most_bytes)
 
-    def open_file(self, key: str) -> OpenFile | None:
+    def open_file(self, key: str) -> base.OpenFile | None:
         """Give nothing away that would not be compared."""
         return None
 
@@ -383,7 +373,9 @@ class SignedStore(Wrapper):
         return CorruptError("a file is not what was signed", kind="digest", where=key, found=found)
 
 
-def hash_object(store: Store, key: str, progress: Callable[[int], None] | None = None) -> FileHash:
+def hash_object(
+    store: base.Store, key: str, progress: Callable[[int], None] | None = None
+) -> FileHash:
     """Return the hashes of an object that is there."""
     hashing, size = FileHash(), store.stat(key).size
     buffer = memoryview(bytearray(min(WINDOW_BYTES, size)))

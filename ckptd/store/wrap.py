@@ -11,18 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from ckptd.errors import CkptdError, ConflictError, TransientStoreError, UsageError
-from ckptd.store.base import (
-    MeterSpec,
-    Names,
-    ObjectInfo,
-    RetrySpec,
-    Store,
-    ThrottleSpec,
-    Wrapper,
-    Writer,
-    as_bytes_view,
-    holds,
-)
+from ckptd.store import base
 from ckptd.types import ByteRange
 
 _T = TypeVar("_T")
@@ -31,7 +20,7 @@ _T = TypeVar("_T")
 class Backoff:
     """The waits between tries of one call: exponential, with full jitter, up to a deadline."""
 
-    def __init__(self, spec: RetrySpec) -> None:
+    def __init__(self, spec: base.RetrySpec) -> None:
         self._spec = spec
         self._longest = spec.first_s
         self._deadline: float | None = None
@@ -52,7 +41,7 @@ class Backoff:
         self._longest = min(self._longest * self._spec.factor, self._spec.longest_s)
 
 
-class Retry(Wrapper):
+class Retry(base.Wrapper):
     """Repeats a call after a `TransientStoreError`, until it succeeds or the deadline passes.
 
     A create-only put is repeated safely: when a repeated one finds the key taken, the object is
@@ -60,10 +49,10 @@ class Retry(Wrapper):
     writer is repeated whole, from the buffers that it was given; they must not change anyway.
     """
 
-    spec: RetrySpec
+    spec: base.RetrySpec
 
-    def __init__(self, inner: Store, spec: RetrySpec | None = None) -> None:
-        super().__init__(inner, spec or RetrySpec())
+    def __init__(self, inner: base.Store, spec: base.RetrySpec | None = None) -> None:
+        super().__init__(inner, spec or base.RetrySpec())
 
     def _retry(self, act: Callable[[], _T]) -> _T:
         backoff = Backoff(self.spec)
@@ -90,7 +79,7 @@ class Retry(Wrapper):
             except TransientStoreError as error:
                 backoff.wait(error)
             except ConflictError:
-                if backoff.tries > 1 and holds(self, key, data):
+                if backoff.tries > 1 and base.holds(self, key, data):
                     return None
                 raise
 
@@ -98,11 +87,11 @@ class Retry(Wrapper):
         """Write small new objects of one folder."""
         self._retry(lambda: self.inner.put_together(objects))
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object."""
         return _RetryWriter(self, key, size)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
         return self._retry(lambda: self.inner.stat(key))
 
@@ -110,7 +99,7 @@ class Retry(Wrapper):
         """Tell whether the object exists."""
         return self._retry(lambda: self.inner.exists(key))
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`; after a failure goes on behind the last one given."""
         last = ""
         backoff = Backoff(self.spec)
@@ -125,7 +114,7 @@ class Retry(Wrapper):
             except TransientStoreError as error:
                 backoff.wait(error)
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Return names directly below `prefix`."""
         return self._retry(lambda: self.inner.children(prefix))
 
@@ -140,12 +129,12 @@ class Retry(Wrapper):
 
     def sweep(
         self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
-    ) -> Names:
+    ) -> base.Names:
         """Remove leftovers."""
         return self._retry(lambda: self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep))
 
 
-class _RetryWriter(Writer):
+class _RetryWriter(base.Writer):
     """Keeps the buffers (not copies) to write them again into a new writer."""
 
     def __init__(self, store: Retry, key: str, size: int) -> None:
@@ -153,12 +142,12 @@ class _RetryWriter(Writer):
         self._key = key
         self._size = size
         self._given: list[memoryview] = []
-        self._inner: Writer | None = None
+        self._inner: base.Writer | None = None
         self._done = False
         self._is_cut = False
         self._attempt(lambda writer: None)
 
-    def _attempt(self, act: Callable[[Writer], None]) -> None:
+    def _attempt(self, act: Callable[[base.Writer], None]) -> None:
         """Do `act` on a writer that has every buffer given so far."""
         if self._done:
             raise UsageError("the writer has finished", kind="closed", where=self._key)
@@ -177,7 +166,7 @@ class _RetryWriter(Writer):
                 self.abort()
                 raise
 
-    def _current(self) -> Writer:
+    def _current(self) -> base.Writer:
         if self._inner is None:
             self._inner = self._store.inner.writer(self._key, self._size)
             for data in self._given:
@@ -241,12 +230,12 @@ class TokenBucket:
             time.sleep(pause)
 
 
-class Throttle(Wrapper):
+class Throttle(base.Wrapper):
     """Bounds reads and writes, each by a rate of its own, over all threads of this store."""
 
-    spec: ThrottleSpec
+    spec: base.ThrottleSpec
 
-    def __init__(self, inner: Store, spec: ThrottleSpec) -> None:
+    def __init__(self, inner: base.Store, spec: base.ThrottleSpec) -> None:
         super().__init__(inner, spec)
         self._writes = _bucket(spec.write_bytes_per_s)
         self._reads = _bucket(spec.read_bytes_per_s)
@@ -270,20 +259,20 @@ class Throttle(Wrapper):
             self._writes.take(len(data))
         self.inner.put(key, data, create_only=create_only)
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object whose writes keep to the rate."""
         inner = self.inner.writer(key, size)
         return inner if self._writes is None else _ThrottledWriter(inner, self._writes)
 
 
-class _ThrottledWriter(Writer):
-    def __init__(self, inner: Writer, bucket: TokenBucket) -> None:
+class _ThrottledWriter(base.Writer):
+    def __init__(self, inner: base.Writer, bucket: TokenBucket) -> None:
         self._inner = inner
         self._bucket = bucket
 
     def write(self, data: memoryview) -> None:
         """Append `data` in pieces, so that the rate is even and not in bursts."""
-        view = as_bytes_view(data)
+        view = base.as_bytes_view(data)
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             self._bucket.take(len(piece))
@@ -329,11 +318,11 @@ class OperationMeter(msgspec.Struct):
     seconds: float = 0.0
 
 
-class Meter(Wrapper):
+class Meter(base.Wrapper):
     """Counts what passes through; `snapshot` gives the numbers."""
 
-    def __init__(self, inner: Store, spec: MeterSpec | None = None) -> None:
-        super().__init__(inner, spec or MeterSpec())
+    def __init__(self, inner: base.Store, spec: base.MeterSpec | None = None) -> None:
+        super().__init__(inner, spec or base.MeterSpec())
         self._lock = threading.Lock()
         self._meters: dict[str, OperationMeter] = {}
 
@@ -375,11 +364,11 @@ class Meter(Wrapper):
         """Pass on and count."""
         self.timed("put", lambda: self.inner.put(key, data, create_only=create_only), len(data))
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Pass on and count; writes and the commit count too."""
         return _MeteredWriter(self, self.timed("writer", lambda: self.inner.writer(key, size)))
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Pass on and count."""
         return self.timed("stat", lambda: self.inner.stat(key))
 
@@ -387,11 +376,11 @@ class Meter(Wrapper):
         """Pass on and count as ``stat``; an object that is not there is no error."""
         return self.timed("stat", lambda: self.inner.exists(key))
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Pass on and count; the listing is read whole, so that its time is measured."""
         return iter(self.timed("list", lambda: [*self.inner.list(prefix)]))
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Pass on and count."""
         return self.timed("children", lambda: self.inner.children(prefix))
 
@@ -406,15 +395,15 @@ class Meter(Wrapper):
 
     def sweep(
         self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
-    ) -> Names:
+    ) -> base.Names:
         """Pass on and count."""
         return self.timed(
             "sweep", lambda: self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)
         )
 
 
-class _MeteredWriter(Writer):
-    def __init__(self, meter: Meter, inner: Writer) -> None:
+class _MeteredWriter(base.Writer):
+    def __init__(self, meter: Meter, inner: base.Writer) -> None:
         self._meter = meter
         self._inner = inner
 

@@ -27,33 +27,9 @@ from ckptd.base.runtime.channel import Channel, SocketChannel, queue_pair
 from ckptd.base.runtime.host import pid_space
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.base.runtime.ranks import Board
+from ckptd.checkpoint.save import messages
 from ckptd.checkpoint.save.arena import KEEPING, Slot, Slots
 from ckptd.checkpoint.save.handle import SaveTracker
-from ckptd.checkpoint.save.messages import (
-    PROTOCOL,
-    AbortSave,
-    Blob,
-    EventMessage,
-    Freed,
-    Leave,
-    Neighbours,
-    NewSlot,
-    Partner,
-    Request,
-    Response,
-    SaveCommitted,
-    SaveRequest,
-    Sealed,
-    SetPlan,
-    Settled,
-    ShardStored,
-    Stop,
-    Warned,
-    WriteProgress,
-    WriterHello,
-    WriterReady,
-    check_protocol,
-)
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.save.tiers import LINGER_S, ROOT, TierSpec
 from ckptd.decoding import json_decoder
@@ -87,8 +63,8 @@ class AgentSpec(msgspec.Struct, frozen=True):
 
 
 def join_agent(
-    agent: AgentSpec, hello: WriterHello, wanted: Callable[[], bool]
-) -> tuple[Channel, Response | None]:
+    agent: AgentSpec, hello: messages.WriterHello, wanted: Callable[[], bool]
+) -> tuple[Channel, messages.Response | None]:
     """Return a connection to the node's agent, and its first message.
 
     An agent that was killed may still accept a connection while its memory is given back: so
@@ -107,7 +83,7 @@ def join_agent(
     while wanted() and time.monotonic() < end:
         channel = None
         try:
-            channel = SocketChannel(connect_agent(agent.place), Response)
+            channel = SocketChannel(connect_agent(agent.place), messages.Response)
             channel.send(hello)
             item = channel.receive(max(0.1, end - time.monotonic()))
         except (CkptdError, EOFError, OSError, msgspec.MsgspecError) as error:
@@ -142,7 +118,7 @@ GRACE_S = 30.0
 class _Job(msgspec.Struct, dict=True):
     handle: SaveTracker
     outcome_key: str
-    save: SaveRequest
+    save: messages.SaveRequest
     plan: SavePlan
     slot: Slot
     deadline: float = msgspec.field(default=float("inf"))
@@ -152,7 +128,7 @@ class _Job(msgspec.Struct, dict=True):
     freed: bool = False
     answered: bool = False
     """The worker has sent its last message on it, whatever phase the handle is in."""
-    sealed: Sealed | None = None
+    sealed: messages.Sealed | None = None
     given_up: bool = False
     """The trainer could not finish it."""
     counted: set[str] = msgspec.field(default_factory=set)
@@ -235,7 +211,7 @@ class WriterClient(OfOneProcess):
         self._jobs: dict[int, _Job] = {}
         self._segments: dict[int, Slot] = {}
         """Slots that the worker has received, by number: its replacement gets them again."""
-        self._peers_sent: dict[type, Partner | Neighbours] = {}
+        self._peers_sent: dict[type, messages.Partner | messages.Neighbours] = {}
         self._deaths = 0
         self.life = 1
         """Rises by one with each worker that comes in the place of one that died."""
@@ -253,8 +229,10 @@ class WriterClient(OfOneProcess):
         self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._agent = agent
-        self._hello = WriterHello(spec, board.rank, board.world, protocol=PROTOCOL)
-        self._answer: WriterReady | None = None
+        self._hello = messages.WriterHello(
+            spec, board.rank, board.world, protocol=messages.PROTOCOL
+        )
+        self._answer: messages.WriterReady | None = None
         self._ready = threading.Event()
         self._connected = threading.Event()
         self._channel: Channel
@@ -272,7 +250,7 @@ class WriterClient(OfOneProcess):
             return self._answer.pid if self._answer else -1
         return self._process.pid if self._process else os.getpid()
 
-    def answer(self, timeout_s: float = START_S) -> WriterReady:
+    def answer(self, timeout_s: float = START_S) -> messages.WriterReady:
         """Return what the worker sent when it was ready.
 
         Raises
@@ -292,7 +270,7 @@ class WriterClient(OfOneProcess):
             )
         return self._answer
 
-    def set_peers(self, message: Partner | Neighbours) -> None:
+    def set_peers(self, message: messages.Partner | messages.Neighbours) -> None:
         """Send whose memory the peer tier is, or what nodes the agent is to name later."""
         self._send(message, note=lambda: self._peers_sent.update({type(message): message}))
 
@@ -309,7 +287,7 @@ class WriterClient(OfOneProcess):
             start_new_session=True,
         )
         theirs.close()
-        return SocketChannel(ours, Response)
+        return SocketChannel(ours, messages.Response)
 
     def _start_thread(self, store: Store) -> Channel:
         from ckptd.checkpoint.save.writer import (  # which most programs have in another process
@@ -322,7 +300,10 @@ class WriterClient(OfOneProcess):
         return ours
 
     def _send(
-        self, message: Request, fd: int | None = None, note: Callable[[], object] = lambda: None
+        self,
+        message: messages.Request,
+        fd: int | None = None,
+        note: Callable[[], object] = lambda: None,
     ) -> None:
         """Send from the trainer's thread or the monitor's: a channel takes one at a time.
 
@@ -382,7 +363,7 @@ class WriterClient(OfOneProcess):
     def _announce(self, slot: Slot) -> None:
         in_thread = self._agent is None and self._process is None
         fd = os.dup(slot.fd) if in_thread else slot.fd
-        segment = NewSlot(slot.number, slot.nbytes)
+        segment = messages.NewSlot(slot.number, slot.nbytes)
         self._send(segment, fd, lambda: self._segments.update({slot.number: slot}))
 
     def _withdraw(self, slot: Slot) -> None:
@@ -390,7 +371,12 @@ class WriterClient(OfOneProcess):
             self._segments.pop(slot.number, None)
 
     def begin(
-        self, save: SaveRequest, plan: SavePlan, handle: SaveTracker, outcome_key: str, slot: Slot
+        self,
+        save: messages.SaveRequest,
+        plan: SavePlan,
+        handle: SaveTracker,
+        outcome_key: str,
+        slot: Slot,
     ) -> None:
         """Hand a save over; the worker starts writing while the caller still copies."""
         slot.begin(save.job)
@@ -411,7 +397,7 @@ class WriterClient(OfOneProcess):
 
     def _set_plan(self, plan: SavePlan) -> None:
         if self._plan != plan.digest:
-            self._channel.send(SetPlan(plan))
+            self._channel.send(messages.SetPlan(plan))
             self._plan = plan.digest
 
     def seal(
@@ -419,11 +405,11 @@ class WriterClient(OfOneProcess):
         job: int,
         slot: Slot,
         replicas: tuple[tuple[str, str], ...] = (),
-        blobs: tuple[Blob, ...] = (),
+        blobs: tuple[messages.Blob, ...] = (),
     ) -> None:
         """Seal the slot and send that all of a job is copied; see `Sealed`."""
         slot.seal()
-        sealed, mine = Sealed(job, replicas, blobs), self._jobs[job]
+        sealed, mine = messages.Sealed(job, replicas, blobs), self._jobs[job]
         # The worker first: a program that finds the snapshot staged may be killed at that moment,
         # and a worker without a seal would throw it away.
         self._send(sealed, note=lambda: setattr(mine, "sealed", sealed))
@@ -455,7 +441,7 @@ class WriterClient(OfOneProcess):
         else:  # left before it was handed over: no answer frees its slot
             self._slots.release(job)
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
-            self._send(AbortSave(job, reason))
+            self._send(messages.AbortSave(job, reason))
 
     def close(self, timeout_s: float) -> None:
         """End the worker once it has finished the staged saves. Idempotent; never raises.
@@ -467,7 +453,7 @@ class WriterClient(OfOneProcess):
         self._closing = True
         end = time.monotonic() + timeout_s
         with contextlib.suppress(CkptdError):  # it may be gone already
-            self._send(Stop())
+            self._send(messages.Stop())
         # Also where the worker is dead: this process may end now, and what the other ranks would
         # wait for has to be posted first.
         self._monitor.join(timeout_s)
@@ -493,7 +479,7 @@ class WriterClient(OfOneProcess):
         self._closing = self._left = True
         if self._connected.is_set():
             with contextlib.suppress(CkptdError):  # it may be gone already
-                self._send(Leave(time.monotonic()))
+                self._send(messages.Leave(time.monotonic()))
             self._channel.shut()
         self._monitor.join(_LEAVE_S)
         if self._process is not None:
@@ -602,7 +588,7 @@ class WriterClient(OfOneProcess):
         for message in self._peers_sent.values():
             send(message)
         for slot in self._segments.values():
-            send(NewSlot(slot.number, slot.nbytes), slot.fd)
+            send(messages.NewSlot(slot.number, slot.nbytes), slot.fd)
         self._plan = ""
         for number, job in list(self._jobs.items()):
             near = self._wanted_near(number, job, kept)
@@ -622,9 +608,9 @@ class WriterClient(OfOneProcess):
             if self._agent is not None:
                 for tier, state in job.handle.tiers.items():
                     if state == "complete":
-                        send(Settled(tier, job.handle.step, job.handle.generation))
+                        send(messages.Settled(tier, job.handle.step, job.handle.generation))
         if self._closing:
-            send(Stop())
+            send(messages.Stop())
 
     def _wanted_near(self, number: int, job: _Job, kept: Mapping[str, int]) -> tuple[str, ...]:
         """Return the near tiers that a share has not reached, or that lost it with the worker."""
@@ -633,11 +619,11 @@ class WriterClient(OfOneProcess):
             near.add(next(tier for tier in KEEPING if tier in job.save.near))
         return tuple(tier for tier in job.save.near if tier in near)
 
-    def _handle(self, message: Response) -> None:
+    def _handle(self, message: messages.Response) -> None:
         self._last_message_at = time.monotonic()
-        if isinstance(message, WriterReady):
+        if isinstance(message, messages.WriterReady):
             try:
-                check_protocol(message.protocol, "the process that writes")
+                messages.check_protocol(message.protocol, "the process that writes")
                 if message.error is not None:
                     raise CkptdError.from_dict(message.error)
             except CkptdError as error:
@@ -646,22 +632,22 @@ class WriterClient(OfOneProcess):
             self._answer = message
             self._ready.set()
             return
-        if isinstance(message, EventMessage):
+        if isinstance(message, messages.EventMessage):
             events.relay(message.event)
             return
         job = self._jobs.get(message.job)
         if job is None:
             return
         # The last message on a job to the root is its commit, of which rank 0's worker alone knows.
-        last = isinstance(message, SaveCommitted if job.handle.root else Freed)
-        if job.handle.root and isinstance(message, ShardStored) and message.tier == ROOT:
+        last = isinstance(message, messages.SaveCommitted if job.handle.root else messages.Freed)
+        if job.handle.root and isinstance(message, messages.ShardStored) and message.tier == ROOT:
             last = message.error is not None or self._board.rank > 0
         job.answered = job.answered or last
         self._deaths = 0 if job.answered else self._deaths
-        if isinstance(message, Freed):
+        if isinstance(message, messages.Freed):
             job.freed = True
             self._release(message.job, job)
-        elif isinstance(message, ShardStored):
+        elif isinstance(message, messages.ShardStored):
             failed = None if message.error is None else CkptdError.from_dict(message.error)
             if message.tier != ROOT and failed is None:
                 self._count_share(message.job, job, message.tier)
@@ -671,11 +657,11 @@ class WriterClient(OfOneProcess):
                 job.handle.advance("committing")
             else:
                 self._fail(message.job, (failed.kind == "aborted" and job.reason) or failed)
-        elif isinstance(message, WriteProgress):
+        elif isinstance(message, messages.WriteProgress):
             job.handle.wrote(message.done)
-        elif isinstance(message, SaveCommitted):
+        elif isinstance(message, messages.SaveCommitted):
             self._finish(message.job)
-        elif isinstance(message, Warned):
+        elif isinstance(message, messages.Warned):
             _log.warning("after step %d: %s", job.handle.step, message.error.get("message"))
 
     def _check_jobs(self, pause: float) -> float:
@@ -707,12 +693,12 @@ class WriterClient(OfOneProcess):
                 raw = self._board.peek(job.outcome_key + "/failed")
                 if raw is not None and not job.aborted:
                     job.aborted, job.reason = True, _posted(raw)
-                    self._send(AbortSave(number, job.reason.message))
+                    self._send(messages.AbortSave(number, job.reason.message))
             elif (raw := self._board.peek(job.outcome_key)) is not None:
                 outcome = _outcomes.decode(raw)
                 if outcome:
                     job.reason = error = CkptdError.from_dict(outcome)
-                    self._send(AbortSave(number, error.message))
+                    self._send(messages.AbortSave(number, error.message))
                     self._fail(number, error)
                 else:
                     self._finish(number)
@@ -782,7 +768,7 @@ class WriterClient(OfOneProcess):
     def _notify_agent(self, job: _Job, tier: str, *, complete: bool) -> None:
         if self._agent is not None and self._connected.is_set():
             with contextlib.suppress(CkptdError):  # a dead agent has nothing to clear
-                self._send(Settled(tier, job.handle.step, job.handle.generation, complete))
+                self._send(messages.Settled(tier, job.handle.step, job.handle.generation, complete))
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -863,7 +849,7 @@ class WriterClient(OfOneProcess):
             self._fail_all(number, error)
 
 
-def _deadline(save: SaveRequest) -> float:
+def _deadline(save: messages.SaveRequest) -> float:
     return time.monotonic() + 2 * save.timeout_s + GRACE_S
 
 

@@ -34,6 +34,7 @@ from ckptd.base.runtime.host import available_bytes, pid_space
 from ckptd.checkpoint.format.names import commit_key, file_key, part_key
 from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
 from ckptd.checkpoint.root.index import root_tier, saving
+from ckptd.checkpoint.save import messages
 from ckptd.checkpoint.save.arena import Slot, half_staged
 from ckptd.checkpoint.save.commit import (
     commit_attempt,
@@ -44,31 +45,6 @@ from ckptd.checkpoint.save.commit import (
 )
 from ckptd.checkpoint.save.dedup import ChunkDedup
 from ckptd.checkpoint.save.drain import StagedShard, as_document, drain, stage_shard
-from ckptd.checkpoint.save.messages import (
-    PROTOCOL,
-    AbortSave,
-    EventMessage,
-    Freed,
-    Leave,
-    Neighbours,
-    NewSlot,
-    Partner,
-    RankPart,
-    Request,
-    Response,
-    SaveCommitted,
-    SaveRequest,
-    Sealed,
-    SetPlan,
-    Settled,
-    ShardStored,
-    Stop,
-    Warned,
-    WriteProgress,
-    WriterHello,
-    WriterReady,
-    check_protocol,
-)
 from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.checkpoint.save.tiers import ROOT
 from ckptd.crashes import report_crashes
@@ -115,7 +91,7 @@ class SaveWriter:
         self._near = near
         self._uploader: TierUploader | None = None
         self._arena: dict[int, Slot] = {}
-        self._sealed: dict[int, Sealed] = {}
+        self._sealed: dict[int, messages.Sealed] = {}
         self._arrived = threading.Condition()
         """Notified when a seal, an abort or the end of the trainer has arrived."""
         self._plan: RankPlan | None = None
@@ -129,17 +105,17 @@ class SaveWriter:
         """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
         self.stopped = False
         """Whether the trainer ended by `Stop`."""
-        self._unsettled: deque[tuple[SaveRequest, RankPlan]] = deque(maxlen=4)
+        self._unsettled: deque[tuple[messages.SaveRequest, RankPlan]] = deque(maxlen=4)
         self._send_lock = threading.Lock()
         self._noted: set[str] = set()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
         self._cached = ThreadPoolExecutor(1, thread_name_prefix="ckptd-cache")
-        self._newest: SaveRequest | None = None
+        self._newest: messages.SaveRequest | None = None
         # Side by side: one that waits in vain for a part must not hold up what is complete.
         self._orphans = ThreadPoolExecutor(4, thread_name_prefix="ckptd-orphan")
 
-    def run(self, hello: WriterHello | None = None) -> None:
+    def run(self, hello: messages.WriterHello | None = None) -> None:
         """Serve until the channel closes or `Stop` comes, then finish what is staged.
 
         Parameters
@@ -150,9 +126,9 @@ class SaveWriter:
         try:
             if hello is None:
                 hello, _ = self._channel.receive(60.0) or (None, None)
-            if not isinstance(hello, WriterHello):
+            if not isinstance(hello, messages.WriterHello):
                 return
-            check_protocol(hello.protocol, "the trainer")
+            messages.check_protocol(hello.protocol, "the trainer")
             self._hello = hello
             self._store = self._given_store or hello.store.open()
             self._catalogue = Catalogue(self._store)
@@ -162,22 +138,26 @@ class SaveWriter:
             while self._serve_one():
                 pass
         except CkptdError as error:
-            self.send(WriterReady(os.getpid(), error=error.to_dict(), protocol=PROTOCOL))
+            self.send(
+                messages.WriterReady(os.getpid(), error=error.to_dict(), protocol=messages.PROTOCOL)
+            )
         except EOFError:
             self._trainer_died, self.died_at = True, time.monotonic()
         finally:
             self._finish()
 
-    def _ready(self, hello: WriterHello) -> WriterReady:
+    def _ready(self, hello: messages.WriterHello) -> messages.WriterReady:
         if self._near is None:
-            return WriterReady(os.getpid(), protocol=PROTOCOL)
+            return messages.WriterReady(os.getpid(), protocol=messages.PROTOCOL)
         self._near.prepare(hello.tiers)
         from ckptd.checkpoint.save.uploader import TierUploader
 
         self._uploader = TierUploader(self._near, self.send, self._shard_to_root)
         doors = self._near.serve(hello.bind, hello.key) if hello.bind else ("", "", "")
         here, known = self._near.here, self._near.neighbours
-        return WriterReady(os.getpid(), here, *doors, pid_space(), known, protocol=PROTOCOL)
+        return messages.WriterReady(
+            os.getpid(), here, *doors, pid_space(), known, protocol=messages.PROTOCOL
+        )
 
     @property
     def agent_ttl_s(self) -> float:
@@ -194,30 +174,30 @@ class SaveWriter:
         if item is None:
             return True
         message, fd = item
-        if isinstance(message, NewSlot) and fd is not None:
+        if isinstance(message, messages.NewSlot) and fd is not None:
             self._drains.submit(self._swap_slot, Slot(message.slot, message.nbytes, fd))
-        elif isinstance(message, SetPlan):
+        elif isinstance(message, messages.SetPlan):
             self._plan = RankPlan(message.plan, self._hello.rank)
-        elif isinstance(message, Sealed):
+        elif isinstance(message, messages.Sealed):
             with self._arrived:
                 self._sealed[message.job] = message
                 self._arrived.notify_all()
-        elif isinstance(message, AbortSave):
+        elif isinstance(message, messages.AbortSave):
             with self._arrived:
                 self._aborted[message.job] = message.reason
                 self._arrived.notify_all()
-        elif isinstance(message, SaveRequest) and self._plan is not None:
+        elif isinstance(message, messages.SaveRequest) and self._plan is not None:
             self._drains.submit(self._write, message, self._plan)
-        elif isinstance(message, Partner) and self._near is not None:
+        elif isinstance(message, messages.Partner) and self._near is not None:
             self._near.set_peer(message.url, message.secret)
-        elif isinstance(message, Neighbours) and self._near is not None:
+        elif isinstance(message, messages.Neighbours) and self._near is not None:
             self._near.neighbours = message.nodes
-        elif isinstance(message, Settled) and self._uploader is not None:
+        elif isinstance(message, messages.Settled) and self._uploader is not None:
             self._uploader.settled(message)
-        elif isinstance(message, Leave):
+        elif isinstance(message, messages.Leave):
             self._goes_on, self._left_at = self._near is not None, message.at
             raise EOFError
-        self.stopped = isinstance(message, Stop)
+        self.stopped = isinstance(message, messages.Stop)
         return not self.stopped
 
     def _finish(self) -> None:
@@ -268,7 +248,7 @@ class SaveWriter:
         self._arena[slot.number] = slot
         threading.Thread(target=slot.touch, name="ckptd-touch", daemon=True).start()
 
-    def _wait_staged(self, save: SaveRequest, slot: Slot, until: float, upto: int) -> None:
+    def _wait_staged(self, save: messages.SaveRequest, slot: Slot, until: float, upto: int) -> None:
         """Return when the slot holds the first `upto` bytes of this very save."""
 
         def filling() -> bool:
@@ -278,7 +258,7 @@ class SaveWriter:
         slot.wait(save.job, upto, filling, _left_s(until))
         self._raise_aborted(save)
 
-    def _wait_sealed(self, save: SaveRequest, slot: Slot, until: float) -> Sealed:
+    def _wait_sealed(self, save: messages.SaveRequest, slot: Slot, until: float) -> messages.Sealed:
         """Return the seal of this very save: without one what is staged may be half a snapshot."""
 
         def ended() -> bool:
@@ -294,11 +274,11 @@ class SaveWriter:
             raise half_staged("a sealed snapshot", slot.staged)
         return seal
 
-    def _raise_aborted(self, save: SaveRequest) -> None:
+    def _raise_aborted(self, save: messages.SaveRequest) -> None:
         if save.job in self._aborted:
             raise SaveError(self._aborted[save.job], kind="aborted", where=save.folder)
 
-    def _write(self, save: SaveRequest, plan: RankPlan) -> None:
+    def _write(self, save: messages.SaveRequest, plan: RankPlan) -> None:
         """Bring a share to its tiers: to the root as it is copied, to several once it is whole."""
         try:
             slot = self._arena[save.slot]
@@ -309,15 +289,17 @@ class SaveWriter:
         except Exception as error:  # noqa: BLE001 - a bug must reach the handle, not vanish
             self._unchanged.end(save)
             for tier in (*save.near, ROOT) if save.root else save.near:
-                self.send(ShardStored(save.job, tier, as_document(error)))
-            self.send(Freed(save.job))
+                self.send(messages.ShardStored(save.job, tier, as_document(error)))
+            self.send(messages.Freed(save.job))
             return
         staged, sealed = self._waits(save, slot)
-        self._write_root(save, plan, slot.data, staged, sealed, lambda: self.send(Freed(save.job)))
+        self._write_root(
+            save, plan, slot.data, staged, sealed, lambda: self.send(messages.Freed(save.job))
+        )
 
     def _waits(
-        self, save: SaveRequest, slot: Slot
-    ) -> tuple[Callable[[int], None], Callable[[], Sealed]]:
+        self, save: messages.SaveRequest, slot: Slot
+    ) -> tuple[Callable[[int], None], Callable[[], messages.Sealed]]:
         """Return what waits for so many bytes of a save, and for its seal; not for ever."""
         until = time.monotonic() + save.timeout_s
         return (
@@ -327,11 +309,11 @@ class SaveWriter:
 
     def _write_root(
         self,
-        save: SaveRequest,
+        save: messages.SaveRequest,
         plan: RankPlan,
         data: memoryview,
         wait: Callable[[int], None],
-        sealed: Callable[[], Sealed],
+        sealed: Callable[[], messages.Sealed],
         free: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a share to the root and have it committed; `free` when `data` is read no more.
@@ -345,12 +327,12 @@ class SaveWriter:
             now = time.monotonic()
             if now - reported > 0.1 or done == total:
                 reported = now
-                self.send(WriteProgress(save.job, done, total))
+                self.send(messages.WriteProgress(save.job, done, total))
 
         try:
             self._catalogue.check_root(save.root_id)
             with events.about(tier=self._tier):
-                part: RankPart | None = None
+                part: messages.RankPart | None = None
                 beside: dict[str, bytes] = {}
                 if not self._is_reported(save):
                     store, unchanged = self._store, self._unchanged
@@ -359,10 +341,10 @@ class SaveWriter:
         except Exception as error:  # noqa: BLE001 - as above
             self._unchanged.end(save)
             # First: a save that finds the slot free must know already that this one failed.
-            self.send(ShardStored(save.job, ROOT, as_document(error)))
+            self.send(messages.ShardStored(save.job, ROOT, as_document(error)))
             free()
             return
-        self.send(ShardStored(save.job, ROOT))
+        self.send(messages.ShardStored(save.job, ROOT))
         if plan.is_alone and part is not None:
             # The slot is all there is of it until then: no part says what was written.
             if self._commit(save, plan, part, beside=beside):
@@ -378,7 +360,7 @@ class SaveWriter:
         self._newest = save
         self._cached.submit(self._bring_into_cache, save, plan)
 
-    def _bring_into_cache(self, save: SaveRequest, plan: RankPlan) -> None:
+    def _bring_into_cache(self, save: messages.SaveRequest, plan: RankPlan) -> None:
         """Have what was written past the page cache in it, for a load on this host, if it has room.
 
         Half of what is available is left alone. Several ranks may share the host, and none knows
@@ -399,7 +381,7 @@ class SaveWriter:
 
         bring_into_cache(str(path), wanted)
 
-    def _join(self, save: SaveRequest, plan: RankPlan) -> None:
+    def _join(self, save: messages.SaveRequest, plan: RankPlan) -> None:
         """Join the parts of this rank's block, if it is the first; a commit does not need it."""
         folder, rank, world, stop = save.folder, plan.rank, plan.plan.world, self._stop_of(save)
 
@@ -413,7 +395,7 @@ class SaveWriter:
         except Exception as error:  # noqa: BLE001 - as above
             _log.debug("the parts of step %d are not joined: %s", save.step, error)
 
-    def _is_reported(self, save: SaveRequest) -> bool:
+    def _is_reported(self, save: messages.SaveRequest) -> bool:
         """Tell whether a worker that died has written this rank's share and reported its part.
 
         Then the committer may have read the part, and what it names must not be written again. The
@@ -425,13 +407,13 @@ class SaveWriter:
         store = signer_of(self._store, save) or self._store
         for key in (part_key(folder, rank), reported_key(folder, rank)):
             with suppress(NotFoundError):
-                part = RankPart.decode(store.get(key), key)
+                part = messages.RankPart.decode(store.get(key), key)
                 if part.error is not None:
                     raise CkptdError.from_dict(part.error)
                 return True
         return any(map(self._store.exists, (joined_key(folder, rank), commit_key(save.name))))
 
-    def _check_owner(self, save: SaveRequest) -> None:
+    def _check_owner(self, save: messages.SaveRequest) -> None:
         """Drop what near tiers have of another root: one that was deleted may be made again."""
         if self._near is None or (self._root_id and self._root_id == save.root_id):
             return
@@ -445,7 +427,7 @@ class SaveWriter:
 
     # -- near tiers --------------------------------------------------------------------------------
 
-    def _stage(self, save: SaveRequest, plan: RankPlan, slot: Slot) -> StagedShard:
+    def _stage(self, save: messages.SaveRequest, plan: RankPlan, slot: Slot) -> StagedShard:
         """Digest a snapshot as it comes, and return this rank's share of it once it is whole."""
         with events.about(tier="memory"), saving(self._store, save.name, save.attempt, plan.rank):
             return stage_shard(plan, save, slot, *self._waits(save, slot), self._root_id)
@@ -497,13 +479,13 @@ class SaveWriter:
             time.sleep(0.1)
         return False
 
-    def _is_past(self, save: SaveRequest) -> bool:
+    def _is_past(self, save: messages.SaveRequest) -> bool:
         """Tell whether the root has this step or a later one."""
         self._catalogue.check_root(save.root_id)
         latest = self._catalogue.latest()
         return latest is not None and latest.step >= save.step
 
-    def _commit_as_survivor(self, save: SaveRequest, plan: RankPlan) -> None:
+    def _commit_as_survivor(self, save: messages.SaveRequest, plan: RankPlan) -> None:
         """Commit what rank 0 did not: its worker may have died with the trainers.
 
         Only rank 0 commits while its job lives, so what was not aborted is still wanted.
@@ -515,7 +497,7 @@ class SaveWriter:
                 return
             time.sleep(0.2)
 
-    def _is_settled(self, save: SaveRequest) -> bool:
+    def _is_settled(self, save: messages.SaveRequest) -> bool:
         try:
             if save.job in self._aborted or self._store.exists(commit_key(save.name)):
                 return True
@@ -524,7 +506,7 @@ class SaveWriter:
         except CkptdError:
             return False  # the commit itself will raise what is wrong with the store
 
-    def _stop_of(self, save: SaveRequest) -> Callable[[], str | None]:
+    def _stop_of(self, save: messages.SaveRequest) -> Callable[[], str | None]:
         """Return what says why parts of a save are waited for no more."""
         orphaned_at: float | None = None
 
@@ -540,15 +522,15 @@ class SaveWriter:
 
         return stop
 
-    def _commit_and_clean(self, save: SaveRequest, plan: RankPlan) -> None:
+    def _commit_and_clean(self, save: messages.SaveRequest, plan: RankPlan) -> None:
         if self._commit(save, plan):
             self._clean(save)
 
     def _commit(
         self,
-        save: SaveRequest,
+        save: messages.SaveRequest,
         plan: RankPlan,
-        *parts: RankPart,
+        *parts: messages.RankPart,
         beside: Mapping[str, bytes] | None = None,
     ) -> bool:
         """Commit, report it, and return whether the checkpoint exists."""
@@ -563,14 +545,14 @@ class SaveWriter:
             failed = as_document(error)
             if self._orphan.is_set():  # no other process is there to report it
                 _log.error("step %d was not committed: %s", save.step, failed.get("message"))
-            self.send(ShardStored(save.job, ROOT, failed))
+            self.send(messages.ShardStored(save.job, ROOT, failed))
             return False
         finally:
             self._unchanged.end(save, commit)
-        self.send(SaveCommitted(save.job))
+        self.send(messages.SaveCommitted(save.job))
         return True
 
-    def _clean(self, save: SaveRequest) -> None:
+    def _clean(self, save: messages.SaveRequest) -> None:
         """Remove what is needed no more; what fails here is a warning, as the checkpoint exists."""
         try:
             with (
@@ -583,11 +565,11 @@ class SaveWriter:
 
                     for note in {*apply_retention(self._catalogue, save.keep)} - self._noted:
                         self._noted.add(note)
-                        self.send(Warned(save.job, {"message": note}))
+                        self.send(messages.Warned(save.job, {"message": note}))
         except CkptdError as error:
-            self.send(Warned(save.job, error.to_dict()))
+            self.send(messages.Warned(save.job, error.to_dict()))
 
-    def send(self, message: Response) -> None:
+    def send(self, message: messages.Response) -> None:
         """Send a message to the trainer, if it still lives."""
         with self._send_lock:
             try:
@@ -610,9 +592,9 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     report_crashes()
-    worker = SaveWriter(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
+    worker = SaveWriter(SocketChannel(socket.socket(fileno=int(sys.argv[1])), messages.Request))
     # A worker in a thread of the trainer emits on the same bus, and must not emit twice.
-    events.subscribe(lambda event: worker.send(EventMessage(event)))
+    events.subscribe(lambda event: worker.send(messages.EventMessage(event)))
     worker.run()
 
 

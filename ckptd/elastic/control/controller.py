@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ckptd.base.net.address import is_loopback
+from ckptd.elastic import messages
 from ckptd.elastic.control.appending import Appender
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.parts import Parts
@@ -28,45 +29,6 @@ from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.controller_server import PeerConnection
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.launchers.workers import is_stopped
-from ckptd.elastic.messages import (
-    Abort,
-    Action,
-    Announce,
-    Answer,
-    Append,
-    Ask,
-    Beat,
-    Begin,
-    DaemonAt,
-    Envelope,
-    Fence,
-    FenceNow,
-    Finish,
-    Hosting,
-    JobEvent,
-    LeaseRenewal,
-    Left,
-    NodeLost,
-    NodeUp,
-    OperatorCommand,
-    Order,
-    OrderKind,
-    Refuse,
-    Relaunch,
-    Reseat,
-    Reseated,
-    SaveNow,
-    Shutdown,
-    Start,
-    Status,
-    StoreAt,
-    Subscribe,
-    Taken,
-    Tell,
-    Tick,
-    Timed,
-    exit_code,
-)
 from ckptd.errors import CkptdError, RefusedError
 
 _TICK_S = 0.1
@@ -102,8 +64,8 @@ class _Node:
         self.peer = peer
         self.before = before
         """The node on its earlier connection, until a beat tells if its launcher is the same."""
-        self.up: NodeUp | None = None
-        self.queued: NodeUp | None = None
+        self.up: messages.NodeUp | None = None
+        self.queued: messages.NodeUp | None = None
         self.received = 0
         self.fenced: tuple[int, int] = (0, 0)
         self.begun = 0
@@ -144,14 +106,14 @@ class Controller:
         machine: StateMachine,
         appender: Appender,
         history: RecoveryHistory,
-        status: Callable[[], Status],
+        status: Callable[[], messages.Status],
         reseat: Callable[[], Awaitable[None]],
         check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._check_others = check
         self.machine = machine
         self.ending: ControllerEnding | None = None
-        self.relaunch: tuple[int, Relaunch] | None = None
+        self.relaunch: tuple[int, messages.Relaunch] | None = None
         self.daemon = ""
         self._appender, self._history, self._status = appender, history, status
         self._reseat = reseat
@@ -159,13 +121,13 @@ class Controller:
         # one counts from its own beginning.
         self._lease_s = _LEASE_PART * machine.settings.lease_s
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[JobEvent, Callable[[], None] | None]] = deque()
+        self._events: deque[tuple[messages.JobEvent, Callable[[], None] | None]] = deque()
         self._awake = asyncio.Event()
         self._nodes: dict[str, _Node] = {}
         self._broken: dict[str, asyncio.TimerHandle] = {}
         """Of nodes whose connection broke: when they are lost."""
         self._parts: Parts | None = None
-        self._store: StoreAt | None = None
+        self._store: messages.StoreAt | None = None
         self._subscribers: set[PeerConnection] = set()
         self._dirty = True
 
@@ -183,7 +145,7 @@ class Controller:
         if (timer := self._broken.pop(peer.name, None)) is not None:
             timer.cancel()
         if self.daemon and before is None:
-            peer.send(DaemonAt(self.daemon))
+            peer.send(messages.DaemonAt(self.daemon))
         if self.ending is not None:
             peer.send(_bye(self.ending))
 
@@ -213,7 +175,7 @@ class Controller:
     def _lost(self, name: str) -> None:
         self._broken.pop(name).cancel()
         if name in self.machine.nodes and self.machine.nodes[name].up:
-            self.put(NodeLost(node=name))
+            self.put(messages.NodeLost(node=name))
 
     def received(self, peer: PeerConnection, message: Any) -> None:
         """See `Listener`."""
@@ -225,28 +187,34 @@ class Controller:
         else:
             self._of_operator(peer, message)
 
-    def _of_node(self, node: _Node, message: Beat | Envelope | Hosting | Timed) -> None:
+    def _of_node(
+        self,
+        node: _Node,
+        message: messages.Beat | messages.Envelope | messages.Hosting | messages.Timed,
+    ) -> None:
         name = node.peer.name
         self._check_generation(message)
-        if isinstance(message, Beat):
+        if isinstance(message, messages.Beat):
             if message.up.node != name:
                 raise _not_its_own(name, message.up.node)
             self._beat(node, message)
-        elif isinstance(message, Envelope):
+        elif isinstance(message, messages.Envelope):
             if getattr(message.event, "node", name) != name:
                 raise _not_its_own(name, getattr(message.event, "node", ""))
-            node.left |= isinstance(message.event, Left)
+            node.left |= isinstance(message.event, messages.Left)
             self.put(message.event, lambda: self._acknowledge(node, message.number))
-        elif isinstance(message, Hosting):
-            self._hosting(name, StoreAt(message.generation, message.host, message.port))
+        elif isinstance(message, messages.Hosting):
+            self._hosting(name, messages.StoreAt(message.generation, message.host, message.port))
         else:
             self._history.timed(message)
 
-    def _check_generation(self, message: Beat | Envelope | Hosting | Timed) -> None:
+    def _check_generation(
+        self, message: messages.Beat | messages.Envelope | messages.Hosting | messages.Timed
+    ) -> None:
         """Refuse what would use up the numbers of generations."""
-        if isinstance(message, Beat):
+        if isinstance(message, messages.Beat):
             claimed = max(message.up.fenced, message.up.running)
-        elif isinstance(message, Envelope):
+        elif isinstance(message, messages.Envelope):
             claimed = getattr(message.event, "generation", 0)
         else:
             claimed = message.generation
@@ -258,7 +226,7 @@ class Controller:
                 found=str(claimed),
             )
 
-    def _beat(self, node: _Node, beat: Beat) -> None:
+    def _beat(self, node: _Node, beat: messages.Beat) -> None:
         # Before it is looked at: a lease must not end because the log is slow.
         name = node.peer.name
         if node.before is not None and not self._follows(node, beat.up, node.before):
@@ -266,7 +234,9 @@ class Controller:
         nodes = self.machine.nodes
         known = nodes[name] if name in nodes else None  # noqa: SIM401 - a roster is no dict
         lease_s = self._lease_s if self.machine.may_renew(name) else 0.0
-        node.peer.send(LeaseRenewal(number=beat.number, heard=node.received, lease_s=lease_s))
+        node.peer.send(
+            messages.LeaseRenewal(number=beat.number, heard=node.received, lease_s=lease_s)
+        )
         if known is not None and node.up == beat.up and known.up and known.life == beat.up.life:
             # Nothing is new but the moment, and this is what a large job sends most of.
             known.seen = max(known.seen, time.monotonic())
@@ -279,7 +249,7 @@ class Controller:
         node.up = node.queued = beat.up
         self.put(beat.up, lambda: self._has_taken(node, beat.up))
 
-    def _follows(self, node: _Node, up: NodeUp, before: _Node) -> bool:
+    def _follows(self, node: _Node, up: messages.NodeUp, before: _Node) -> bool:
         """Return whether a launcher takes over a name; it is refused while another one has it.
 
         If each cut the other one off, neither could train. One that has just been started may wait;
@@ -291,18 +261,20 @@ class Controller:
         if theirs in (up.life, known.dismissed) or before.left or not known.up:
             before.peer.cut()
             if self.daemon:
-                node.peer.send(DaemonAt(self.daemon))
+                node.peer.send(messages.DaemonAt(self.daemon))
             return True
         text = f"another launcher, at {before.peer.where}, is node {name} of this job"
         self._nodes[name] = before
         ends = bool(up.running or up.fenced)
-        node.peer.send(_bye(ControllerEnding("name-taken", text, 1)) if ends else Taken(text=text))
+        node.peer.send(
+            _bye(ControllerEnding("name-taken", text, 1)) if ends else messages.Taken(text=text)
+        )
         node.peer.close()
         self._history.refused(f"{node.peer.where}: {text}")
         return False
 
     @staticmethod
-    def _has_taken(node: _Node, up: NodeUp) -> None:
+    def _has_taken(node: _Node, up: messages.NodeUp) -> None:
         if node.queued is up:
             node.queued = None
 
@@ -310,9 +282,9 @@ class Controller:
     def _acknowledge(node: _Node, number: int) -> None:
         node.received = max(node.received, number)
         if node.left:  # its beats are not echoed any more, and it waits for this before it ends
-            node.peer.send(LeaseRenewal(number=0, heard=node.received))
+            node.peer.send(messages.LeaseRenewal(number=0, heard=node.received))
 
-    def _hosting(self, name: str, store: StoreAt) -> None:
+    def _hosting(self, name: str, store: messages.StoreAt) -> None:
         """Tell all members where the job store is; nodes that begin later hear it then."""
         record = self.machine.record
         if record is None or (record.generation, record.members[0].node) != (
@@ -332,47 +304,51 @@ class Controller:
             node.peer.send(self._store)
 
     def _of_operator(
-        self, peer: PeerConnection, message: Ask | Subscribe | OperatorCommand | Announce
+        self,
+        peer: PeerConnection,
+        message: messages.Ask | messages.Subscribe | messages.OperatorCommand | messages.Announce,
     ) -> None:
-        if isinstance(message, OperatorCommand):
+        if isinstance(message, messages.OperatorCommand):
             self._do(peer, message)
             return
-        if isinstance(message, Announce):
+        if isinstance(message, messages.Announce):
             self._announce(peer, message)
             return
-        if isinstance(message, Subscribe):
+        if isinstance(message, messages.Subscribe):
             self._subscribers.add(peer)
         peer.send(msgspec.structs.replace(self._status(), number=message.number))
 
-    def _announce(self, peer: PeerConnection, said: Announce) -> None:
+    def _announce(self, peer: PeerConnection, said: messages.Announce) -> None:
         """Tell nodes where the daemon is, unless they could not reach it."""
         if _is_local(said.url) and not _is_local(f"//{self._status().address}"):
             text = f"{said.url} is reached from its own machine alone: nodes do not get its address"
-            peer.send(Answer(number=said.number, ok=False, kind="refused", text=text))
+            peer.send(messages.Answer(number=said.number, ok=False, kind="refused", text=text))
             return
         if said.url != self.daemon:
             self.daemon, self._dirty = said.url, True
             self._history.tell(f"the daemon is at {said.url}")
             for node in self._nodes.values():
-                node.peer.send(DaemonAt(said.url))
-        peer.send(Answer(number=said.number, ok=True))
+                node.peer.send(messages.DaemonAt(said.url))
+        peer.send(messages.Answer(number=said.number, ok=True))
 
-    def _do(self, peer: PeerConnection, do: OperatorCommand) -> None:
+    def _do(self, peer: PeerConnection, do: messages.OperatorCommand) -> None:
         number = do.number
         try:
             if self.ending is not None:
                 raise RefusedError("the job has ended", found=self.ending.text)
             self._check(do.event)
         except CkptdError as error:
-            peer.send(Answer(number=number, ok=False, kind=error.kind, text=str(error)[:4000]))
+            peer.send(
+                messages.Answer(number=number, ok=False, kind=error.kind, text=str(error)[:4000])
+            )
             return
         self._history.tell(f"{peer.name}: {_words(do.event)}")
-        self.put(do.event, lambda: peer.send(Answer(number=number, ok=True)))
+        self.put(do.event, lambda: peer.send(messages.Answer(number=number, ok=True)))
 
-    def _check(self, event: JobEvent) -> None:
+    def _check(self, event: messages.JobEvent) -> None:
         named: tuple[str, ...] = getattr(event, "nodes", None) or ()
-        kinds = (OrderKind.EXCLUDE, OrderKind.DRAIN, OrderKind.ADD)
-        if isinstance(event, Order) and event.kind in kinds and not named:
+        kinds = (messages.OrderKind.EXCLUDE, messages.OrderKind.DRAIN, messages.OrderKind.ADD)
+        if isinstance(event, messages.Order) and event.kind in kinds and not named:
             raise RefusedError(f"no nodes given to {event.kind}", wanted="names of nodes")
         known = {node.name for node in self.machine.nodes if node.life}
         if (record := self.machine.record) is not None:
@@ -387,7 +363,7 @@ class Controller:
 
     # --- the one order ----------------------------------------------------------------------------
 
-    def put(self, event: JobEvent, after: Callable[[], None] | None = None) -> None:
+    def put(self, event: messages.JobEvent, after: Callable[[], None] | None = None) -> None:
         """Queue an event; `after` is called once it was handled and all was carried out."""
         self._events.append((event, after))
         self._awake.set()
@@ -412,7 +388,7 @@ class Controller:
                 if now - ticked >= _TICK_S or not self._events:
                     away = now - ticked if 0 <= ticked < now - _AWAY_S else 0.0
                     ticked = now
-                    await self._handle(Tick(away=away, stopped=self._stopped()))
+                    await self._handle(messages.Tick(away=away, stopped=self._stopped()))
                 while self._events and self.ending is None:
                     event, after = self._events.popleft()
                     await self._handle(event)
@@ -442,8 +418,8 @@ class Controller:
         except TimeoutError:
             return
 
-    async def _handle(self, event: JobEvent) -> None:
-        if isinstance(event, NodeLost) and event.node in self._nodes:
+    async def _handle(self, event: messages.JobEvent) -> None:
+        if isinstance(event, messages.NodeLost) and event.node in self._nodes:
             return  # it was back before this was looked at
         before = (self.machine.state, self.machine.generation, self.machine.step)
         actions = self.machine.handle(event, time.monotonic())
@@ -451,47 +427,47 @@ class Controller:
             self._history.committed(self.machine.step, time.monotonic())
         self._history.moved(self.machine.moves())
         self._believe()
-        if not isinstance(event, Tick) or actions:
+        if not isinstance(event, messages.Tick) or actions:
             self._dirty = True
         for action in actions:
             await self._carry(action)
         if before != (self.machine.state, self.machine.generation, self.machine.step):
             self._dirty = True
-        if isinstance(event, Left):
+        if isinstance(event, messages.Left):
             # Its name may be on another connection already, of a launcher that was restarted.
             node = self._nodes.get(event.node)
             if node is not None and node.left:
                 del self._nodes[event.node]
 
-    async def _carry(self, action: Action) -> None:
-        if isinstance(action, Append):
+    async def _carry(self, action: messages.Action) -> None:
+        if isinstance(action, messages.Append):
             if self._check_others is not None:
                 await self._check_others()
             await self._appender.append(action.record)
-        elif isinstance(action, Fence):
+        elif isinstance(action, messages.Fence):
             self._fence(action)
-        elif isinstance(action, Reseat):
+        elif isinstance(action, messages.Reseat):
             await self._reseat()
-            self.put(Reseated(generation=action.generation))
-        elif isinstance(action, Start):
+            self.put(messages.Reseated(generation=action.generation))
+        elif isinstance(action, messages.Start):
             self._start(action)
-        elif isinstance(action, SaveNow):
+        elif isinstance(action, messages.SaveNow):
             self._save(action)
-        elif isinstance(action, Relaunch):
+        elif isinstance(action, messages.Relaunch):
             # Operators that start launchers, a plug-in's supervisor, see it in the status.
             self.relaunch = (self.machine.generation, action)
             self._history.tell(f"restarting launchers: {', '.join(action.nodes)}")
             self._send_status()
-        elif isinstance(action, Tell):
+        elif isinstance(action, messages.Tell):
             self._history.tell(action.text)
             for name in (action.nodes or tuple(self._nodes)) if action.aloud else ():
                 if (node := self._nodes.get(name)) is not None:
                     node.peer.send(action)
-        elif isinstance(action, Finish | Abort):
+        elif isinstance(action, messages.Finish | messages.Abort):
             # A controller that another one has followed must not end the job.
             await self._appender.check()
             self._end(_ending(action))
-        elif isinstance(action, Refuse):
+        elif isinstance(action, messages.Refuse):
             raise RefusedError(
                 "the membership log lacks generations that nodes have reported",
                 found=action.text,
@@ -500,14 +476,14 @@ class Controller:
 
     # --- messages to nodes ------------------------------------------------------------------------
 
-    def _fence(self, fence: Fence) -> None:
+    def _fence(self, fence: messages.Fence) -> None:
         for name in fence.nodes:
             node = self._nodes.get(name)
             if node is not None and node.fenced < (fence.generation, fence.level):
                 node.fenced = (fence.generation, fence.level)
-                node.peer.send(FenceNow(generation=fence.generation, level=fence.level))
+                node.peer.send(messages.FenceNow(generation=fence.generation, level=fence.level))
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: messages.Start) -> None:
         if self._parts is None or self._parts.generation != start.record.generation:
             self._parts = Parts(start.record)
         mttr, mtbf = self._history.mttr_s, self._history.mtbf_s(time.monotonic())
@@ -520,16 +496,16 @@ class Controller:
                 node.begun = begin.generation
                 self._tell_begin(node, begin)
 
-    def _tell_begin(self, node: _Node, begin: Begin) -> None:
+    def _tell_begin(self, node: _Node, begin: messages.Begin) -> None:
         node.peer.send(begin)
         self._tell_store(node, begin.generation)
 
-    def _save(self, save: SaveNow) -> None:
+    def _save(self, save: messages.SaveNow) -> None:
         record = self.machine.record
         for name in record.nodes if record is not None else ():
             node = self._nodes.get(name)
             if node is not None:
-                node.peer.send(SaveNow(generation=save.generation))
+                node.peer.send(messages.SaveNow(generation=save.generation))
 
     def _end(self, ending: ControllerEnding) -> None:
         self.ending = ending
@@ -567,14 +543,16 @@ class Controller:
             peer.send_body(body)
 
 
-def _ending(action: Finish | Abort) -> ControllerEnding:
-    if isinstance(action, Abort):
-        return ControllerEnding(action.kind, action.text, exit_code(action.kind, action.code))
+def _ending(action: messages.Finish | messages.Abort) -> ControllerEnding:
+    if isinstance(action, messages.Abort):
+        return ControllerEnding(
+            action.kind, action.text, messages.exit_code(action.kind, action.code)
+        )
     return ControllerEnding("done", "all workers have finished successfully", 0)
 
 
-def _bye(ending: ControllerEnding) -> Shutdown:
-    return Shutdown(kind=ending.kind, text=ending.text[:2000], code=ending.code)
+def _bye(ending: ControllerEnding) -> messages.Shutdown:
+    return messages.Shutdown(kind=ending.kind, text=ending.text[:2000], code=ending.code)
 
 
 def _is_local(url: str) -> bool:
@@ -590,8 +568,8 @@ def _not_its_own(name: str, said: str) -> RefusedError:
     )
 
 
-def _words(event: JobEvent) -> str:
-    if isinstance(event, Order):
+def _words(event: messages.JobEvent) -> str:
+    if isinstance(event, messages.Order):
         return " ".join([str(event.kind), *event.nodes, event.reason]).strip()
     reason: str = getattr(event, "reason", "")
     return f"{type(event).__name__}: {reason}"

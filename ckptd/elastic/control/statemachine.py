@@ -21,39 +21,11 @@ from typing import Any
 
 import msgspec
 
+from ckptd.elastic import messages
 from ckptd.elastic.control.ladder import DEEPEST, RELAUNCH, Ladder
 from ckptd.elastic.control.roster import MOST_DOUBLED, Node, Roster
 from ckptd.elastic.control.states import ControllerSettings, ExitCodes, Move, State
 from ckptd.elastic.membership import Record, check_log, members_of
-from ckptd.elastic.messages import (
-    Abort,
-    Action,
-    Append,
-    Broken,
-    Ended,
-    Fence,
-    Fenced,
-    Finish,
-    JobEvent,
-    Left,
-    Loaded,
-    NodeLost,
-    NodeUp,
-    Notice,
-    Order,
-    OrderKind,
-    Progress,
-    Refuse,
-    Relaunch,
-    Reseat,
-    Reseated,
-    Saved,
-    SaveNow,
-    Start,
-    Suspected,
-    Tell,
-    Tick,
-)
 from ckptd.elastic.policy import Choice, JobSpec, Shape, choose, together
 from ckptd.errors import RefusedError, first_few
 
@@ -177,7 +149,7 @@ class StateMachine:
         """Whether those that did not come out are being killed."""
         self._code = 0
         self._final = ExitCodes(self.settings.no_restart_on)
-        self._ends: dict[str, Ended] = {}
+        self._ends: dict[str, messages.Ended] = {}
         """Each member's report of how its workers ended in this generation."""
         self._early: dict[tuple[int, str], set[str]] = {}
         """Nodes whose program has ended before its first step, by code and place, since a step."""
@@ -199,10 +171,10 @@ class StateMachine:
         self._loaded: set[str] = set()
         self._found = math.inf
         """The oldest step that a node of the generation has loaded."""
-        self._out: list[Action] = []
+        self._out: list[messages.Action] = []
         self._moves: list[Move] = []
 
-    def handle(self, event: JobEvent, now: float) -> list[Action]:
+    def handle(self, event: messages.JobEvent, now: float) -> list[messages.Action]:
         """Take an event; return what is to be done about it, in this order."""
         self._out = []
         if self.state not in (State.DONE, State.ABORTED):
@@ -250,7 +222,7 @@ class StateMachine:
 
     # --- events: nodes ----------------------------------------------------------------------------
 
-    def _node_up(self, said: NodeUp, now: float) -> None:
+    def _node_up(self, said: messages.NodeUp, now: float) -> None:
         known = max(said.fenced, said.running)
         if self.record is None and known > 0:
             self._refuse(said, now)
@@ -262,7 +234,7 @@ class StateMachine:
         node = self.nodes[said.node]
         for text in said.sick:
             if text not in before:
-                self._out.append(Tell(text=f"{node.name} has lost a slot: {text}"))
+                self._out.append(messages.Tell(text=f"{node.name} has lost a slot: {text}"))
         self._changed |= other or had != (node.up, node.slots)
         if (other or not had[0]) and node.out_until > now:
             self._say_left_out(node, now, (node.name,))
@@ -291,7 +263,7 @@ class StateMachine:
         """Ask why a member runs nothing."""
         if node.fenced < record.generation:
             # Perhaps the order to start was lost. A node that has started already ignores this one.
-            self._out.append(Start(record=record, level=self.level, nodes=(node.name,)))
+            self._out.append(messages.Start(record=record, level=self.level, nodes=(node.name,)))
             return
         # The report of how they ended may still be on its way.
         node.idle_since = now if node.idle_since is None else node.idle_since
@@ -302,12 +274,14 @@ class StateMachine:
         unfenced = (fencing or node.stuck_at is not None) and node.fenced < self.generation
         if unfenced or 0 < node.running < self.generation:
             level = self._fence_level() if fencing else 1
-            self._out.append(Fence(nodes=(node.name,), generation=self.generation, level=level))
+            self._out.append(
+                messages.Fence(nodes=(node.name,), generation=self.generation, level=level)
+            )
         waited_for = node.running or node.name in self.members
         if fencing and unfenced and came and waited_for:
             self._pending.append(node.name)
 
-    def _refuse(self, said: NodeUp, now: float) -> None:
+    def _refuse(self, said: messages.NodeUp, now: float) -> None:
         text = (
             f"{said.node} knows of generation {max(said.fenced, said.running)}, and the membership "
             "log is empty: it was lost, or --log names another one. Nothing was started or "
@@ -315,15 +289,15 @@ class StateMachine:
             "and start it as a new one: its checkpoints are not touched"
         )
         self._become(State.ABORTED, text, now)
-        self._out.append(Refuse(text=text))
+        self._out.append(messages.Refuse(text=text))
 
-    def _left(self, event: Left, now: float) -> None:
+    def _left(self, event: messages.Left, now: float) -> None:
         node = self.nodes[event.node]
         node.running, node.seen = 0, now
         node.fenced = max(node.fenced, self.generation)
         self._gone(node, f"{event.node} is gone", now)
 
-    def _lost(self, event: NodeLost, now: float) -> None:
+    def _lost(self, event: messages.NodeLost, now: float) -> None:
         if event.node in self.nodes and self.nodes[event.node].up:
             text = f"the connection to {event.node} broke"
             self._gone(self.nodes[event.node], text, now)
@@ -345,7 +319,7 @@ class StateMachine:
                 self._blame(culprit, now)
                 self.reason = f"{why}; {self.reason}" if why else self.reason
 
-    def _notice(self, event: Notice, now: float) -> None:
+    def _notice(self, event: messages.Notice, now: float) -> None:
         node = self.nodes[event.node]
         node.leaving, self._changed = node.life, True
         if event.node not in self.members or self.state not in _ACTIVE:
@@ -356,13 +330,13 @@ class StateMachine:
             choose(self.job, self.nodes.slots(now, self.record, all_up=True))
         except RefusedError:
             # Without it the job only waits: it trains on as long as it can.
-            self._out.append(Tell(text=f"{text}. Nothing fits without it"))
+            self._out.append(messages.Tell(text=f"{text}. Nothing fits without it"))
             if self.record is not None and self.state is State.RUNNING:
-                self._out.append(SaveNow(generation=self.record.generation))
+                self._out.append(messages.SaveNow(generation=self.record.generation))
             return
         self._planned(text, now, within_s=max(event.seconds, 0.0), leaving=True)
 
-    def _fenced(self, event: Fenced, now: float) -> None:
+    def _fenced(self, event: messages.Fenced, now: float) -> None:
         node = self.nodes[event.node]
         node.seen = max(node.seen, now)
         node.fenced = max(node.fenced, event.generation)
@@ -372,7 +346,7 @@ class StateMachine:
 
     # --- events: workers --------------------------------------------------------------------------
 
-    def _ended(self, event: Ended, now: float) -> None:
+    def _ended(self, event: messages.Ended, now: float) -> None:
         if event.node not in self.members:
             return
         if not self._is_current(event.generation):
@@ -385,13 +359,15 @@ class StateMachine:
                 self._done.add(event.node)
         if len(self._done) == len(self.members):
             self._become(State.DONE, "all workers have finished successfully", now)
-            self._out.append(Finish())
+            self._out.append(messages.Finish())
             return
         failed = [end for end in self._ends.values() if end.code]
         if failed:
             self._look_at_failed(failed, event, now)
 
-    def _look_at_failed(self, failed: list[Ended], event: Ended, now: float) -> None:
+    def _look_at_failed(
+        self, failed: list[messages.Ended], event: messages.Ended, now: float
+    ) -> None:
         """Restart because a worker has failed, unless all others are at their end.
 
         A rank that returned successfully takes part in no further step: nothing is won by starting
@@ -405,12 +381,14 @@ class StateMachine:
             self._fault(culprit, what, now, ended=first)
         elif any(end.left for end in self._ends.values()) or self._ends.keys() != self.members:
             if event is first:
-                self._out.append(Tell(text=f"{what}. Others succeeded: waiting for all to end"))
+                self._out.append(
+                    messages.Tell(text=f"{what}. Others succeeded: waiting for all to end")
+                )
         else:
             self.reason = f"{what}; all other ranks finished successfully"
             self._abort("exit-code", now)
 
-    def _look_at_late(self, event: Ended, now: float) -> None:
+    def _look_at_late(self, event: messages.Ended, now: float) -> None:
         """Take a kill for the cause of what was reported before it."""
         fenced = self.state is State.FENCE and self._accused is not None
         of_last = self.record is not None and event.generation == self.record.generation
@@ -418,7 +396,7 @@ class StateMachine:
             self._code, self.reason = event.code, _what(event)
             self._acquit(event.node, now)
 
-    def _excused(self, event: Ended, now: float) -> bool:
+    def _excused(self, event: messages.Ended, now: float) -> bool:
         """Return whether a worker may have failed because another node was lost.
 
         The loss may be reported later than the failure. It explains a worker that exited by itself,
@@ -434,12 +412,12 @@ class StateMachine:
         self._accused = (now, event.node) if excused else None
         return excused
 
-    def _broken_(self, event: Broken, now: float) -> None:
+    def _broken_(self, event: messages.Broken, now: float) -> None:
         if self._is_current(event.generation) and event.node in self.members:
             reason = event.reason[:_MOST_REASON] or "a collective failed"
             self._broken = self._broken or (now, event.node, f"{event.node}: {reason}")
 
-    def _loaded_(self, event: Loaded, now: float) -> None:
+    def _loaded_(self, event: messages.Loaded, now: float) -> None:
         if not self._is_current(event.generation) or event.node not in self.members:
             return
         self._tells = True
@@ -460,9 +438,11 @@ class StateMachine:
         known = self.record.step if self.record is not None else 0
         if self._found < known:
             text = f"{known - self._found:.0f} committed steps were lost: step {known} was"
-            self._out.append(Tell(text=f"{text} promised, and step {self._found:.0f} found"))
+            self._out.append(
+                messages.Tell(text=f"{text} promised, and step {self._found:.0f} found")
+            )
 
-    def _progress(self, event: Progress, now: float) -> None:
+    def _progress(self, event: messages.Progress, now: float) -> None:
         if self.record is None or event.generation != self.record.generation:
             return
         self._tells = True
@@ -474,7 +454,7 @@ class StateMachine:
         if self.state in (State.RESHARD, State.RESUME) and self._is_current(event.generation):
             self._become(State.RUNNING, "", now)
 
-    def _saved(self, event: Saved, now: float) -> None:
+    def _saved(self, event: messages.Saved, now: float) -> None:
         if self.record is None or event.generation != self.record.generation:
             return
         self._tells = True
@@ -484,12 +464,12 @@ class StateMachine:
 
     # --- events: people and monitors --------------------------------------------------------------
 
-    def _suspected(self, event: Suspected, now: float) -> None:
+    def _suspected(self, event: messages.Suspected, now: float) -> None:
         for name in event.nodes:
             node, out_s = self.nodes[name], self._out_s(name, now)
             if out_s < self.settings.out_s and not self._does_without(name, now):
                 text = f"node {name} is used again, as no other can take its place: {event.reason}"
-                self._out.append(Tell(text=text, aloud=True))
+                self._out.append(messages.Tell(text=text, aloud=True))
                 continue
             node.out_until = max(node.out_until, now + out_s)
             node.out_why = event.reason
@@ -501,21 +481,21 @@ class StateMachine:
             self._fault("", event.reason, now, event.since_s)
         self._keep_orders(now)
 
-    def _order(self, event: Order, now: float) -> None:
+    def _order(self, event: messages.Order, now: float) -> None:
         self._obey(event, now)
         self._keep_orders(now)
 
-    def _obey(self, event: Order, now: float) -> None:
+    def _obey(self, event: messages.Order, now: float) -> None:
         text = event.reason or f"ordered: {event.kind} {' '.join(event.nodes)}".strip()
         kind = event.kind
         self._changed = True
-        if kind is OrderKind.ADD:
+        if kind is messages.OrderKind.ADD:
             for name in event.nodes:
                 node = self.nodes[name]
                 node.out_until, node.faults, node.leaving = -math.inf, [], None
                 node.outs, node.out_at = 0, -math.inf
             return
-        if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
+        if kind in (messages.OrderKind.EXCLUDE, messages.OrderKind.DRAIN):
             for name in event.nodes:
                 node = self.nodes[name]
                 node.out_until, node.out_why = math.inf, text
@@ -523,15 +503,15 @@ class StateMachine:
                 self._say_left_out(node, now)
             if self.members.isdisjoint(event.nodes):
                 return
-        if kind is OrderKind.RESUME:
+        if kind is messages.OrderKind.RESUME:
             self._resume(text, now)
             return
-        if kind is OrderKind.PAUSE:
+        if kind is messages.OrderKind.PAUSE:
             self._then = State.PARKED
-        if kind is OrderKind.STOP:
+        if kind is messages.OrderKind.STOP:
             self._then = State.ABORTED
             self.reason = text
-        self._planned(text, now, leaving=kind is not OrderKind.RESTART)
+        self._planned(text, now, leaving=kind is not messages.OrderKind.RESTART)
 
     def _resume(self, text: str, now: float) -> None:
         if self._then is State.PARKED:
@@ -541,7 +521,7 @@ class StateMachine:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _tick(self, tick: Tick, now: float) -> None:
+    def _tick(self, tick: messages.Tick, now: float) -> None:
         """Look for silence, and for what has lasted too long."""
         if tick.away:
             self.nodes.excuse(tick.away, now)
@@ -663,7 +643,7 @@ class StateMachine:
         if self._fence_level() == 0:
             self._hurried = True
             names = tuple(sorted({n.name for n in waited}))
-            self._out.append(Fence(nodes=names, generation=self.generation, level=1))
+            self._out.append(messages.Fence(nodes=names, generation=self.generation, level=1))
         elif late >= self.settings.fence_s or self.level > 0:
             for node in waited:
                 node.stuck_at = node.stuck_at or now
@@ -692,7 +672,7 @@ class StateMachine:
             gone = not any(n.up and n.stuck_at is None for n in running)
             if gone and not self._reseating:
                 self._reseating = True
-                self._out.append(Reseat(generation=self.generation))
+                self._out.append(messages.Reseat(generation=self.generation))
         elif now - self._reseated >= self.settings.lease_s:
             self._after_fence(now)
 
@@ -705,7 +685,7 @@ class StateMachine:
         few = 2 * unheard > len(self.members)
         return unheard > 0 and now - self._born < (self.settings.settle_s if few else _MISSED_S)
 
-    def _reseated_(self, event: Reseated, now: float) -> None:
+    def _reseated_(self, event: messages.Reseated, now: float) -> None:
         if event.generation == self.generation:
             self._reseating, self._reseated = False, now
 
@@ -752,7 +732,7 @@ class StateMachine:
                 return
             self._become(State.SUSPECT, reason, now)
             self._save_until = now + min(self.settings.save_s, within_s)
-            self._out.append(SaveNow(generation=self.record.generation))
+            self._out.append(messages.SaveNow(generation=self.record.generation))
         elif self.state in _ACTIVE:
             self._fence(reason, now, planned=True)
         elif self.state is not State.FENCE and self._then is not State.PLAN:
@@ -766,7 +746,7 @@ class StateMachine:
         detect_s: float = 0.0,
         *,
         known: bool = True,
-        ended: Ended | None = None,
+        ended: messages.Ended | None = None,
     ) -> None:
         """Restart because something failed; `known` as for `Ladder.failed`.
 
@@ -797,7 +777,7 @@ class StateMachine:
             return False
         return True
 
-    def _is_final(self, ended: Ended, *, mended: bool) -> str:
+    def _is_final(self, ended: messages.Ended, *, mended: bool) -> str:
         """Return why a program is not started again; empty if it is.
 
         Parameters
@@ -822,7 +802,9 @@ class StateMachine:
             return "The program ends with this code at the same place, before its first step"
         return ""
 
-    def _blame(self, node: str, now: float, known: bool = True, ended: Ended | None = None) -> bool:
+    def _blame(
+        self, node: str, now: float, known: bool = True, ended: messages.Ended | None = None
+    ) -> bool:
         """Count a fault of a node; return whether it is left out because of it.
 
         One that no other replaces is left out only where the job would be given up with it.
@@ -837,7 +819,7 @@ class StateMachine:
             self._say_left_out(self.nodes[node], now)
         return out
 
-    def _hopeless(self, node: str, now: float, known: bool, ended: Ended | None) -> bool:
+    def _hopeless(self, node: str, now: float, known: bool, ended: messages.Ended | None) -> bool:
         """Return whether the job is given up after this fault, and the others can go on."""
         ladder = replace(self.ladder)
         ladder.failed(self.step, known=known)
@@ -860,7 +842,7 @@ class StateMachine:
             until = f"for {(node.out_until - now) / 60:.0f} min, until {ends} UTC"
         why = node.out_why or "as a controller before this one decided"
         self._out.append(
-            Tell(
+            messages.Tell(
                 text=f"node {node.name} is left out {until}: {why}",
                 aloud=True,
                 nodes=nodes,
@@ -888,7 +870,9 @@ class StateMachine:
         self._pending = sorted(waited, reverse=True)
         self._become(State.FENCE, reason, now, detect_s=detect_s)
         self._out.append(
-            Fence(nodes=self.nodes.up(), generation=self.generation, level=self._fence_level())
+            messages.Fence(
+                nodes=self.nodes.up(), generation=self.generation, level=self._fence_level()
+            )
         )
 
     def _fence_level(self) -> int:
@@ -919,7 +903,7 @@ class StateMachine:
         for node in wanted:
             node.asked = node.life
         if wanted:
-            self._out.append(Relaunch(nodes=tuple(n.name for n in wanted), level=RELAUNCH))
+            self._out.append(messages.Relaunch(nodes=tuple(n.name for n in wanted), level=RELAUNCH))
 
     # --- actions: plans ---------------------------------------------------------------------------
 
@@ -986,9 +970,12 @@ class StateMachine:
         for name in sorted(self.members):
             self.nodes[name].running = self.generation
             self.nodes[name].idle_since = None
-        self._out += [Append(record=self.record), Start(record=self.record, level=self.level)]
+        self._out += [
+            messages.Append(record=self.record),
+            messages.Start(record=self.record, level=self.level),
+        ]
         said = (choice.why[0], together(choice.candidates[0]))
-        self._out += [Tell(text=line) for line in said if line]
+        self._out += [messages.Tell(text=line) for line in said if line]
         self._become(State.RESHARD, self.reason, now)
 
     def _ordered_out(self) -> tuple[str, ...]:
@@ -1015,7 +1002,7 @@ class StateMachine:
                 at=self._epoch + now,
                 by=self._by,
             )
-            self._out.append(Append(record=self.record))
+            self._out.append(messages.Append(record=self.record))
 
     def _choice(self, now: float) -> Choice | None:
         current = self.record.shape if self.record else None
@@ -1051,7 +1038,7 @@ class StateMachine:
         known = f"Step {self.step} or a later one is" if self.step else "No step is known to be"
         text = f"{texts[kind]}. {known} committed."
         self._become(State.ABORTED, text, now)
-        self._out.append(Abort(kind=kind, text=text, code=self._code))
+        self._out.append(messages.Abort(kind=kind, text=text, code=self._code))
 
     # --- small things -----------------------------------------------------------------------------
 
@@ -1097,7 +1084,7 @@ class StateMachine:
         )
 
 
-def _what(end: Ended) -> str:
+def _what(end: messages.Ended) -> str:
     """Return in words how a worker has ended."""
     text = f": {end.text}" if end.text else ""
     return f"a worker on {end.node} ended with {end.code}{text}"
@@ -1130,21 +1117,21 @@ def _grown(
     return better if job.step_cost(better) < job.step_cost(record.shape) else None
 
 
-_HANDLERS: dict[type[JobEvent], Callable[[Any, Any, float], None]] = {
-    NodeUp: StateMachine._node_up,
-    Left: StateMachine._left,
-    NodeLost: StateMachine._lost,
-    Notice: StateMachine._notice,
-    Ended: StateMachine._ended,
-    Broken: StateMachine._broken_,
-    Fenced: StateMachine._fenced,
-    Loaded: StateMachine._loaded_,
-    Progress: StateMachine._progress,
-    Saved: StateMachine._saved,
-    Suspected: StateMachine._suspected,
-    Order: StateMachine._order,
-    Reseated: StateMachine._reseated_,
-    Tick: StateMachine._tick,
+_HANDLERS: dict[type[messages.JobEvent], Callable[[Any, Any, float], None]] = {
+    messages.NodeUp: StateMachine._node_up,
+    messages.Left: StateMachine._left,
+    messages.NodeLost: StateMachine._lost,
+    messages.Notice: StateMachine._notice,
+    messages.Ended: StateMachine._ended,
+    messages.Broken: StateMachine._broken_,
+    messages.Fenced: StateMachine._fenced,
+    messages.Loaded: StateMachine._loaded_,
+    messages.Progress: StateMachine._progress,
+    messages.Saved: StateMachine._saved,
+    messages.Suspected: StateMachine._suspected,
+    messages.Order: StateMachine._order,
+    messages.Reseated: StateMachine._reseated_,
+    messages.Tick: StateMachine._tick,
 }
 
 _WAITING: dict[State, Callable[[StateMachine, float], None]] = {

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.base.net.handed import AskProof, HandedProof
+from ckptd.elastic import messages
 from ckptd.elastic.exitreport import FOLDER, ExitReport, last_words_of
 from ckptd.elastic.launchers.memory import MemoryWatch
 from ckptd.elastic.launchers.nodestate import NodeState
@@ -33,32 +34,6 @@ from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
 from ckptd.elastic.link import NodeLink
-from ckptd.elastic.messages import (
-    INTERRUPT_S,
-    LEASE_EXIT_CODE,
-    Attach,
-    Begin,
-    Broken,
-    DaemonAt,
-    Ended,
-    FenceNow,
-    FromWorker,
-    Hosting,
-    Left,
-    NodeUp,
-    Notice,
-    Out,
-    Progress,
-    SaidEvent,
-    Saved,
-    SaveNow,
-    Shutdown,
-    StoreAt,
-    Tell,
-    Timed,
-    ToNode,
-    Welcome,
-)
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 
 _TURN_S = 0.1
@@ -102,7 +77,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     lease_s: float = 120.0
     beat_s: float = 0.5
-    interrupt_s: float = INTERRUPT_S
+    interrupt_s: float = messages.INTERRUPT_S
     grace_s: float = 30.0
     give_up_s: float = 900.0
 
@@ -259,7 +234,7 @@ class NodeLauncher:
                 return
             what()
 
-    def _state(self) -> NodeUp:
+    def _state(self) -> messages.NodeUp:
         mine = self._pool.workers.live(self._is_current)
         if mine:  # a dead one is restarted, and costs the others nothing
             self._sessions = all(w.session for w in mine)
@@ -268,7 +243,7 @@ class NodeLauncher:
         sick = self._slots.sick
         return self._node.up(slots, self._s.address, sessions=self._sessions, sick=sick)
 
-    def _tell(self, event: SaidEvent | Timed) -> None:
+    def _tell(self, event: messages.SaidEvent | messages.Timed) -> None:
         # The beat that goes with it must not contradict it.
         self._up = self._state()
         self._link.tell(event)
@@ -348,32 +323,34 @@ class NodeLauncher:
         self._say("the lease has expired without an answer from the controller: killing workers")
         running = self._node.running
         if running and self._node.ended is None:
-            ended = Ended(node=self._s.node, generation=running, code=LEASE_EXIT_CODE)
+            ended = messages.Ended(
+                node=self._s.node, generation=running, code=messages.LEASE_EXIT_CODE
+            )
             self._node.tell_ended(ended)
         self._settle()
 
     # --- what the controller orders ---------------------------------------------------------------
 
-    def _ordered(self, order: ToNode) -> None:
+    def _ordered(self, order: messages.ToNode) -> None:
         if self._ending is not None:
             return
-        if isinstance(order, FenceNow):
+        if isinstance(order, messages.FenceNow):
             self._fence(order)
-        elif isinstance(order, Begin):
+        elif isinstance(order, messages.Begin):
             self._take_begin(order)
-        elif isinstance(order, StoreAt):
+        elif isinstance(order, messages.StoreAt):
             self._pool.store_at(order)
-        elif isinstance(order, SaveNow):
+        elif isinstance(order, messages.SaveNow):
             self._save(order)
-        elif isinstance(order, DaemonAt):
+        elif isinstance(order, messages.DaemonAt):
             self._daemon_at(order.url)
-        elif isinstance(order, Tell):
+        elif isinstance(order, messages.Tell):
             command = f"\n  next:   {order.command} --job {self._s.job}" if order.command else ""
             self._say(order.text + command)
-        elif isinstance(order, Shutdown):
+        elif isinstance(order, messages.Shutdown):
             self._ending = LauncherEnding(order.kind, order.text, order.code)
 
-    def _fence(self, order: FenceNow) -> None:
+    def _fence(self, order: messages.FenceNow) -> None:
         self._tell_ends(math.inf)  # what waits to be told may be the cause
         if not self._node.order_fence(order.generation):
             return
@@ -395,7 +372,7 @@ class NodeLauncher:
     def _unfenced(self) -> list[Worker]:
         return self._pool.workers.live(lambda w: w.generation < self._node.fence and not w.out)
 
-    def _take_begin(self, begin: Begin) -> None:
+    def _take_begin(self, begin: messages.Begin) -> None:
         if self._leaving or not self._node.order_begin(begin):
             return
         for worker in self._pool.workers.live(lambda w: begin.level > 0 or not w.idle):
@@ -417,13 +394,13 @@ class NodeLauncher:
             node.running = 0
         self._refresh()
 
-    def _may_start(self, begin: Begin) -> bool:
+    def _may_start(self, begin: messages.Begin) -> bool:
         old = self._pool.workers.live(lambda w: w.generation < begin.generation and not w.idle)
         # A Begin may come before the echo that renews a lease which was over.
         may = self._ending is None and not self._lease_over
         return may and not old
 
-    def _start(self, begin: Begin) -> None:
+    def _start(self, begin: messages.Begin) -> None:
         self._node.start(begin)
         self._progress.begin(begin.generation, self._node.begun_at)
         self._ends, self._said_end = [], False
@@ -438,12 +415,14 @@ class NodeLauncher:
 
     def _hosting(self, generation: int, host: str, port: int) -> None:
         if port:
-            self._link.tell(Hosting(generation, host, port))
+            self._link.tell(messages.Hosting(generation, host, port))
         elif generation == self._node.running:
             reason = "the process of its job store has died"
-            self._link.tell(Broken(node=self._s.node, generation=generation, reason=reason))
+            self._link.tell(
+                messages.Broken(node=self._s.node, generation=generation, reason=reason)
+            )
 
-    def _save(self, order: SaveNow) -> None:
+    def _save(self, order: messages.SaveNow) -> None:
         for worker in self._pool.workers.live(lambda w: w.generation == order.generation):
             if worker.end is not None:
                 worker.end.send(order)
@@ -478,7 +457,7 @@ class NodeLauncher:
     @property
     def _ended_by_lease(self) -> bool:
         ended = self._node.ended
-        return ended is not None and ended.code == LEASE_EXIT_CODE
+        return ended is not None and ended.code == messages.LEASE_EXIT_CODE
 
     def _tell_ends(self, now: float) -> None:
         """Tell how workers of the generation have ended, once it is known whether others follow."""
@@ -503,7 +482,7 @@ class NodeLauncher:
                 return
         self._say_end(first)
         self._node.tell_ended(
-            Ended(
+            messages.Ended(
                 node=self._s.node,
                 generation=generation,
                 code=first.code if first is not None else 0,
@@ -534,20 +513,20 @@ class NodeLauncher:
     def _known(self, pid: int) -> bool:
         return self._pool.workers.of_session(pid) is not None
 
-    def _received(self, end: WorkerEnd, message: FromWorker | None) -> None:
+    def _received(self, end: WorkerEnd, message: messages.FromWorker | None) -> None:
         self._post(partial(self._handle, end, message))
 
-    def _handle(self, end: WorkerEnd, message: FromWorker | None) -> None:
+    def _handle(self, end: WorkerEnd, message: messages.FromWorker | None) -> None:
         worker = self._pool.workers.of_session(end.pid)
-        if worker is None or (worker.dead and not isinstance(message, Progress)):
+        if worker is None or (worker.dead and not isinstance(message, messages.Progress)):
             return  # a step that it reported before it died counts
         if message is None:
             worker.end = None if worker.end is end else worker.end
-        elif isinstance(message, Attach):
+        elif isinstance(message, messages.Attach):
             self._attached(worker, end, message)
         elif worker.end is not end:
             return  # sent by another program than the worker; see `_attached`
-        elif isinstance(message, Out) and message.unfit:
+        elif isinstance(message, messages.Out) and message.unfit:
             if message.device:
                 self._device_failed(worker, message.unfit, self._has_stepped(worker))
             self._not_again(worker, message.unfit)
@@ -555,9 +534,9 @@ class NodeLauncher:
                 # It had said that it was out, and has a seat since: nobody will take that now.
                 text = f"rank {worker.seat.rank} cannot go on: {message.unfit}"
                 self._link.tell(
-                    Broken(node=self._s.node, generation=worker.generation, reason=text)
+                    messages.Broken(node=self._s.node, generation=worker.generation, reason=text)
                 )
-        elif isinstance(message, Out):
+        elif isinstance(message, messages.Out):
             worker.out = worker.out or message.generation >= worker.generation
         elif message.generation == worker.generation == self._node.running:
             self._take(worker, message)
@@ -594,23 +573,23 @@ class NodeLauncher:
             other.kill()
         self._refresh()
 
-    def _attached(self, worker: Worker, end: WorkerEnd, message: Attach) -> None:
+    def _attached(self, worker: Worker, end: WorkerEnd, message: messages.Attach) -> None:
         if worker.end is not None and end.pid not in (worker.end.pid, worker.pid):
             return  # a program that the worker has started, with its environment
         worker.end, worker.session = end, message.session
         begin = self._node.begin
         if begin is not None:
-            end.send(Welcome(worker.generation, begin.mttr_s, begin.mtbf_s))
+            end.send(messages.Welcome(worker.generation, begin.mttr_s, begin.mtbf_s))
 
-    def _take(self, worker: Worker, message: FromWorker) -> None:
+    def _take(self, worker: Worker, message: messages.FromWorker) -> None:
         """Take what a worker of the running generation reports."""
-        if isinstance(message, Broken):
+        if isinstance(message, messages.Broken):
             if is_device_error(message.reason):  # it may be killed before it can look itself
                 self._device_failed(worker, message.reason, self._has_stepped(worker))
             self._link.tell(msgspec.structs.replace(message, node=self._s.node))
             return
         self._progress.take(worker.seat.rank, message)
-        if self._leaving and isinstance(message, Saved):
+        if self._leaving and isinstance(message, messages.Saved):
             # Where others go on without this node, it is fenced now; else its workers have the
             # rest of their time.
             self._tell_to_end(signal.SIGTERM)
@@ -639,7 +618,7 @@ class NodeLauncher:
         if ordered and any(w.end is not None for w in live) and not self._silent:
             # They save first, and the others go on without this node.
             self._say(f"{number.name}: this node leaves the job; send it again to end at once")
-            notice = Notice(node=self._s.node, seconds=self._s.grace_s, reason=number.name)
+            notice = messages.Notice(node=self._s.node, seconds=self._s.grace_s, reason=number.name)
             self._link.tell(notice)
         else:
             self._say(f"{number.name}: stopping workers; send it again to kill them at once")
@@ -667,7 +646,7 @@ class NodeLauncher:
             for key, _ in self._selector.select(_TURN_S):
                 key.data()
         if ending is None or ending.kind in ("left", "defect"):
-            self._link.tell(Left(node=self._s.node))
+            self._link.tell(messages.Left(node=self._s.node))
         self._link.close(_FORGET_S if ending is not None else 0.0)
         self._pool.close()
         self._end_of_workers.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,22 +13,7 @@ import msgspec
 from ckptd.base.net.address import parse_server
 from ckptd.base.net.signing import check_secret
 from ckptd.errors import CkptdError, ConflictError, TransientStoreError, UsageError
-from ckptd.store.base import (
-    MOST_WHOLE_BYTES,
-    Capabilities,
-    Names,
-    ObjectInfo,
-    OpenFile,
-    RetrySpec,
-    SizedWriter,
-    Store,
-    Writer,
-    as_bytes_view,
-    check_key,
-    check_prefix,
-    holds,
-    parse_options,
-)
+from ckptd.store import base
 from ckptd.store.net import messages
 from ckptd.store.net.link import LinkPool, StoreLink
 from ckptd.store.net.messages import Complete, ObjectPiece
@@ -65,10 +51,10 @@ class NetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def open_net(url: str, options: dict[str, Any]) -> NetStore:
     """Open ``ckptd://host:port`` or ``ckptd+unix:///path``."""
-    return NetStore(url, parse_options(url, options, NetOptions))
+    return NetStore(url, base.parse_options(url, options, NetOptions))
 
 
-class NetStore(Store):
+class NetStore(base.Store):
     """The store of a `StoreServer`, over TCP or a Unix socket.
 
     It promises what the server's store promises (`capabilities` asks the server the first time),
@@ -113,7 +99,9 @@ class NetStore(Store):
         return self._retried(once)
 
     def _retried(self, act: Callable[[], _T]) -> _T:
-        backoff = Backoff(RetrySpec(deadline_s=self._settings.retry_s, first_s=0.05, longest_s=1.0))
+        backoff = Backoff(
+            base.RetrySpec(deadline_s=self._settings.retry_s, first_s=0.05, longest_s=1.0)
+        )
         while True:
             try:
                 return act()
@@ -123,31 +111,23 @@ class NetStore(Store):
                 backoff.wait(error)
 
     @cached_property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> base.Capabilities:  # type: ignore[override]
         """The promises of the server's store, as seen from here."""
         found = self._call(lambda link: link.capabilities)
-        return Capabilities(
-            create_only=found.create_only,
-            consistent_list=found.consistent_list,
-            durable=found.durable,
-            local_files=False,
-            shared=True,
-            parallel=found.parallel,
-            block_bytes=found.block_bytes,
-        )
+        return replace(found, local_files=False, shared=True)
 
     # -- reading -------------------------------------------------------------------------------
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """Return the whole object, or exactly `byte_range` of it."""
         start, end = (byte_range.start, byte_range.end) if byte_range else (0, None)
-        request = messages.Get(check_key(key), start, end)
+        request = messages.Get(base.check_key(key), start, end)
 
         def act(link: StoreLink) -> bytes:
             link.begin(request)
             size = link.expect(messages.Sized).size
             # Without a range these are records and manifests: no claim is allocated beyond.
-            if not 0 <= size <= MOST_WHOLE_BYTES or (end is not None and size != end - start):
+            if not 0 <= size <= base.MOST_WHOLE_BYTES or (end is not None and size != end - start):
                 raise link.wire.fail("other bytes than requested", kind="link-protocol")
             data = bytearray(size)
             link.receive_bytes(memoryview(data))
@@ -157,8 +137,8 @@ class NetStore(Store):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of the object, straight from the connection."""
-        view = as_bytes_view(buffer)
-        request = messages.Read(check_key(key), offset, len(view))
+        view = base.as_bytes_view(buffer)
+        request = messages.Read(base.check_key(key), offset, len(view))
 
         def act(link: StoreLink) -> None:
             link.begin(request)
@@ -166,42 +146,42 @@ class NetStore(Store):
 
         self._call(act)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
-        request = messages.Stat(check_key(key))
+        request = messages.Stat(base.check_key(key))
         found = self._call(lambda link: link.ask(request, messages.ObjectFound))
-        return ObjectInfo(key, found.size, found.modified, found.tag)
+        return base.ObjectInfo(key, found.size, found.modified, found.tag)
 
-    def open_file(self, key: str) -> OpenFile | None:
+    def open_file(self, key: str) -> base.OpenFile | None:
         """Return a descriptor from the server (Unix sockets), or None where it can give none."""
-        check_key(key)
+        base.check_key(key)
         if not self._address.local:
             return None
 
-        def act(link: StoreLink) -> OpenFile | None:
+        def act(link: StoreLink) -> base.OpenFile | None:
             link.begin(messages.Open(key))
             found = link.receive_descriptor(messages.FileOpened)
-            return None if found is None else OpenFile(found[1], found[0].shift)
+            return None if found is None else base.OpenFile(found[1], found[0].shift)
 
         return self._call(act)
 
     # -- listing -------------------------------------------------------------------------------
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Yield every object below `prefix`, in key order; the listing is received whole."""
-        for page in self._pages(messages.List(check_prefix(prefix))):
+        for page in self._pages(messages.List(base.check_prefix(prefix))):
             for found in page.objects:
-                yield ObjectInfo(*found)
+                yield base.ObjectInfo(*found)
 
-    def children(self, prefix: str = "") -> Names:
+    def children(self, prefix: str = "") -> base.Names:
         """Return names directly below `prefix`, sorted; folders end in "/"."""
-        return self._names(messages.Children(check_prefix(prefix)))
+        return self._names(messages.Children(base.check_prefix(prefix)))
 
     def sweep(
         self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
-    ) -> Names:
+    ) -> base.Names:
         """Remove leftovers of interrupted calls below `prefix` and return their names."""
-        return self._names(messages.Sweep(check_prefix(prefix), older_than_s, deep))
+        return self._names(messages.Sweep(base.check_prefix(prefix), older_than_s, deep))
 
     def _pages(self, request: msgspec.Struct) -> tuple[messages.Page, ...]:
         def act(link: StoreLink) -> tuple[messages.Page, ...]:
@@ -210,7 +190,7 @@ class NetStore(Store):
 
         return self._call(act)
 
-    def _names(self, request: msgspec.Struct) -> Names:
+    def _names(self, request: msgspec.Struct) -> base.Names:
         return [name for page in self._pages(request) for name in page.names]
 
     # -- writing -------------------------------------------------------------------------------
@@ -221,7 +201,7 @@ class NetStore(Store):
         A create-only put whose answer was lost is repeated; when the key is taken then, equal
         bytes are our own.
         """
-        view = as_bytes_view(memoryview(data))
+        view = base.as_bytes_view(memoryview(data))
         if len(view) > messages.MOST_PUT_BYTES:
             raise UsageError(
                 "too large for one put",
@@ -231,7 +211,7 @@ class NetStore(Store):
                 found=f"{len(view)} bytes",
                 hint="use Store.writer",
             )
-        request = messages.Put(check_key(key), len(view), create_only)
+        request = messages.Put(base.check_key(key), len(view), create_only)
         tries = itertools.count()
 
         def act(link: StoreLink) -> int:
@@ -245,28 +225,28 @@ class NetStore(Store):
         try:
             self._call(act)
         except ConflictError:
-            if next(tries) == 1 or not holds(self, key, data):
+            if next(tries) == 1 or not base.holds(self, key, data):
                 raise
 
-    def writer(self, key: str, size: int) -> Writer:
+    def writer(self, key: str, size: int) -> base.Writer:
         """Begin a large object; its bytes are sent as they come and not kept in between.
 
         A writer has a connection of its own. It is not repeated when that is lost.
         """
-        writer = _NetWriter(self._pool, check_key(key), size, self._settings)
+        writer = _NetWriter(self._pool, base.check_key(key), size, self._settings)
         self._retried(writer.begin)
         return writer
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
-        checked = [check_key(k) for k in keys]
+        checked = [base.check_key(k) for k in keys]
         for start in range(0, len(checked), messages.PAGE):
             request = messages.Delete(tuple(checked[start : start + messages.PAGE]))
             self._call(lambda link, r=request: link.ask(r, Complete))  # type: ignore[misc]
 
     def sync(self, prefix: str) -> None:
         """Make the names below folder `prefix`, and the folder's own name, durable."""
-        request = messages.Sync(check_prefix(prefix))
+        request = messages.Sync(base.check_prefix(prefix))
         self._call(lambda link: link.ask(request, Complete, self._settings.durable_s))
 
     def close(self) -> None:
@@ -274,7 +254,7 @@ class NetStore(Store):
         self._pool.close()
 
 
-class _NetWriter(SizedWriter):
+class _NetWriter(base.SizedWriter):
     def __init__(self, pool: LinkPool, key: str, size: int, settings: NetOptions) -> None:
         super().__init__(key, size)
         self._pool = pool

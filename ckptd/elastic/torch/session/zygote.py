@@ -25,16 +25,7 @@ from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.host import mapped_files
 from ckptd.base.runtime.pauses import spare
 from ckptd.crashes import report_crashes
-from ckptd.elastic.launchers.zygotewire import (
-    Exited,
-    Fork,
-    Forked,
-    FromZygote,
-    NotForked,
-    Ready,
-    Reap,
-    ToZygote,
-)
+from ckptd.elastic.launchers import zygotewire
 from ckptd.elastic.torch.session.zygote_child import become, die_with
 from ckptd.errors import ProcessError
 from ckptd.parts import part
@@ -86,7 +77,7 @@ class Zygote:
     """
 
     def __init__(self, sock: socket.socket, unsafe: str) -> None:
-        self._channel = SocketChannel(sock, ToZygote)
+        self._channel = SocketChannel(sock, zygotewire.ToZygote)
         self._commands = bool(unsafe)
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}
@@ -96,7 +87,7 @@ class Zygote:
         self._terminated = signal.signal(signal.SIGTERM, self._end)
         self._mine = _open_descriptors()
         """Of the interpreter and of what it has imported; a fork keeps no other."""
-        self._tell(Ready(unsafe))
+        self._tell(zygotewire.Ready(unsafe))
 
     def serve(self) -> Callable[[], None]:
         """Serve, and end the process; in a fork, return what that is to run."""
@@ -107,20 +98,20 @@ class Zygote:
             try:
                 while (item := self._channel.receive(_READ_S)) is not None:
                     message, given = item
-                    if isinstance(message, Reap):
+                    if isinstance(message, zygotewire.Reap):
                         os.waitpid(self._pids.pop(message.number), 0)
                     elif given is not None and (inner := self._fork(message, given)) is not None:
                         return inner
             except EOFError:
                 self._end()
 
-    def _tell(self, message: FromZygote) -> None:
+    def _tell(self, message: zygotewire.FromZygote) -> None:
         try:
             self._channel.send(message)
         except ProcessError:
             self._end()
 
-    def _fork(self, order: Fork, given: int) -> Callable[[], None] | None:
+    def _fork(self, order: zygotewire.Fork, given: int) -> Callable[[], None] | None:
         sys.stdout.flush()
         sys.stderr.flush()
         mother = os.getpid()
@@ -128,7 +119,7 @@ class Zygote:
             pid = os.fork()
         except OSError as error:
             os.close(given)
-            self._tell(NotForked(order.number, str(error)))
+            self._tell(zygotewire.NotForked(order.number, str(error)))
             return None
         if pid == 0:
             signal.signal(signal.SIGTERM, self._terminated)
@@ -141,7 +132,7 @@ class Zygote:
         fd = os.pidfd_open(pid)
         self._pids[order.number], self._fds[fd] = pid, order.number
         self._poll.register(fd, select.EPOLLIN)
-        self._tell(Forked(order.number, pid))
+        self._tell(zygotewire.Forked(order.number, pid))
         return None
 
     def _close_others(self, given: int) -> None:
@@ -160,7 +151,7 @@ class Zygote:
         if info is None:  # not without WNOHANG
             return
         killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        self._tell(Exited(number, -info.si_status if killed else info.si_status))
+        self._tell(zygotewire.Exited(number, -info.si_status if killed else info.si_status))
 
     def _end(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Kill all workers and their groups: the launcher is gone."""
