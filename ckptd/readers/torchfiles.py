@@ -20,15 +20,7 @@ import numpy as np
 from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.load.foreign import SHARD
 from ckptd.errors import CorruptError, MismatchError, RefusedError
-from ckptd.readers.base import (
-    Foreign,
-    ForeignPiece,
-    KeptValues,
-    Listing,
-    damaged,
-    missing,
-    step_of,
-)
+from ckptd.readers.base import Foreign, ForeignPiece, KeptValues, Listing, damaged, missing, step_of
 from ckptd.readers.hints import config_hints
 from ckptd.readers.pickles import (
     PickledObject,

@@ -29,13 +29,7 @@ from ckptd.lay.promise import PROMISES, Promise
 from ckptd.lay.regions import box_parts
 from ckptd.lay.resolve import Bound, Equation, Resolved, raise_first
 from ckptd.lay.ruleform import RuleForm
-from ckptd.lay.scales import (
-    HALF_BYTE,
-    held_shape,
-    overall_scale,
-    quantized_as,
-    scale_tensor,
-)
+from ckptd.lay.scales import HALF_BYTE, held_shape, overall_scale, quantized_as, scale_tensor
 from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.lay.syntax.tree import Affine, Alias
 from ckptd.lay.values import Values

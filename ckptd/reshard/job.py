@@ -32,12 +32,7 @@ from ckptd.checkpoint.format.names import (
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.opening import begin_root
-from ckptd.checkpoint.root.catalogue import (
-    Catalogue,
-    publish_manifest,
-    remove_parts,
-    write_witness,
-)
+from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, remove_parts, write_witness
 from ckptd.checkpoint.root.working import Working, refuse_behind
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError

@@ -22,13 +22,7 @@ from typing import Generic, TypeVar
 
 from ckptd.base.net.address import same_user
 from ckptd.base.net.certificates import given_files, read_files
-from ckptd.base.net.connection import (
-    HELLO,
-    MOST_BODY_BYTES,
-    Connection,
-    Refusal,
-    answer_hello,
-)
+from ckptd.base.net.connection import HELLO, MOST_BODY_BYTES, Connection, Refusal, answer_hello
 from ckptd.base.net.handed import Proof
 from ckptd.base.net.roles import DOORS
 from ckptd.base.runtime.ownership import in_child

@@ -38,13 +38,7 @@ from ckptd.base.net.handed import (
 from ckptd.base.net.roles import DOORS, Certified, Role
 from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret
 from ckptd.base.runtime.memory import anonymous_file
-from ckptd.errors import (
-    CkptdError,
-    RefusedError,
-    StoreError,
-    TransientStoreError,
-    UsageError,
-)
+from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
 
 PROTOCOL = "ckptd/3"
 """Name of the protocol that both ends must speak: the version of handshake and frames."""

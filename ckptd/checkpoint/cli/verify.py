@@ -16,16 +16,7 @@ from ckptd.checkpoint.load.witnesses import VerifyFinding, VerifyReport
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.tools.verify import check_records
 from ckptd.checkpoint.tools.verify import verify as verify_one
-from ckptd.cli.output import (
-    Document,
-    Json,
-    Reply,
-    counted,
-    flag,
-    print_rows,
-    progress_bar,
-    shorten,
-)
+from ckptd.cli.output import Document, Json, Reply, counted, flag, print_rows, progress_bar, shorten
 from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError, size_text
 from ckptd.store.base import TrustSpec, wrap
 

@@ -21,14 +21,7 @@ from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import check_files
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint, WitnessEntry
 from ckptd.checkpoint.format.names import WITNESS, CommitName
-from ckptd.checkpoint.format.witness import (
-    DATA,
-    Witness,
-    WitnessPlan,
-    blind,
-    compare,
-    gather,
-)
+from ckptd.checkpoint.format.witness import DATA, Witness, WitnessPlan, blind, compare, gather
 from ckptd.checkpoint.load.files import blame, load_index, read_stored
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.store.base import Store

@@ -31,13 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
-from ckptd.base.runtime.memory import (
-    anonymous_file,
-    copy_memory,
-    gather,
-    map_pages,
-    read_memory,
-)
+from ckptd.base.runtime.memory import anonymous_file, copy_memory, gather, map_pages, read_memory
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError, size_text
 

@@ -30,13 +30,7 @@ from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.torch import ondevice
-from ckptd.checkpoint.torch.feed import (
-    CopyFeed,
-    CopyGroup,
-    CopyMark,
-    CopyStep,
-    StridedWindow,
-)
+from ckptd.checkpoint.torch.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, StridedWindow
 from ckptd.checkpoint.torch.layouts import LayoutSave
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.checkpoint.torch.replicas import Samples

@@ -54,12 +54,7 @@ from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.index import saving, tier_of
 from ckptd.checkpoint.root.leases import Unheld, hold_or_read, renewed
-from ckptd.checkpoint.save.recover import (
-    LoadCandidate,
-    find_candidates,
-    finished_files,
-    unpacked,
-)
+from ckptd.checkpoint.save.recover import LoadCandidate, find_candidates, finished_files, unpacked
 from ckptd.checkpoint.torch.filling import Buffer, Filling
 from ckptd.checkpoint.torch.layouts import LayoutLoad, LayoutSpec, LoadLayouts, NoLayout
 from ckptd.checkpoint.torch.ondevice import captured

@@ -26,14 +26,7 @@ from ckptd.elastic.launchers.output import Output, Streams
 from ckptd.elastic.launchers.slots import NodeSlots
 from ckptd.elastic.launchers.spawn import Spawner
 from ckptd.elastic.launchers.workers import Worker, Workers
-from ckptd.elastic.launchers.zygotewire import (
-    Fork,
-    Forked,
-    FromZygote,
-    NotForked,
-    Ready,
-    Reap,
-)
+from ckptd.elastic.launchers.zygotewire import Fork, Forked, FromZygote, NotForked, Ready, Reap
 from ckptd.elastic.messages import Begin, Go, RankAssignment, StoreAt
 
 _AGAIN_S = 1.0

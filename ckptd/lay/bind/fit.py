@@ -11,16 +11,7 @@ from ckptd.errors import CkptdError
 from ckptd.lay.bind.observed import Coordinates, SeenTensor
 from ckptd.lay.bind.suggest import Suggestion, candidates, put, split_candidates
 from ckptd.lay.boxes import padded, sequence
-from ckptd.lay.resolve import (
-    Bound,
-    Equation,
-    Finding,
-    MeshShape,
-    ValueScope,
-    evaluate,
-    part,
-    paths,
-)
+from ckptd.lay.resolve import Bound, Equation, Finding, MeshShape, ValueScope, evaluate, part, paths
 from ckptd.lay.syntax import show, tree
 
 Shape = tuple[int, ...]

@@ -275,11 +275,7 @@ def _collective_families(book: CallTable, kind_word: Callable[[str], str]) -> It
     kind_word
         Returns the word for a kind of group as a program says it.
     """
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     keys, values, recent = book.read()
     # Different words of programs may be one kind here.
@@ -330,9 +326,7 @@ def _node_state(row: NodeRow) -> str:
 
 def _elastic_families(counts: RecoveryCounts, connected: bool) -> Iterator[Metric]:
     """Yield the metrics of a job with a controller; those of its status once there is one."""
-    from prometheus_client.core import (
-        HistogramMetricFamily,
-    )
+    from prometheus_client.core import HistogramMetricFamily
 
     up = _gauge("ckptd_elastic_controller_up", [])
     up.add_metric([], int(connected))

@@ -31,13 +31,7 @@ from ckptd.reshard.verify import Expected, ExpectedValues
 from ckptd.reshard.writers.folder import ChosenTensors
 from ckptd.reshard.writers.pickling import Global, Made, dump
 from ckptd.reshard.writers.states import KeyPath, StateKeys, StateObjects, objects_of, plain_names
-from ckptd.reshard.writers.torchzip import (
-    ALIGN,
-    TorchFrame,
-    TorchJoints,
-    tensor_frame,
-    torch_file,
-)
+from ckptd.reshard.writers.torchzip import ALIGN, TorchFrame, TorchJoints, tensor_frame, torch_file
 from ckptd.types import Box
 
 _METADATA = ".metadata"

@@ -22,14 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ckptd.base.torch.tensors import (
-    PLAIN,
-    WeakStorages,
-    is_dtensor,
-    is_of,
-    is_wrapped,
-    memory_of,
-)
+from ckptd.base.torch.tensors import PLAIN, WeakStorages, is_dtensor, is_of, is_wrapped, memory_of
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     PerRank,
@@ -39,12 +32,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
     can_reseed,
 )
-from ckptd.checkpoint.torch.state.modules import (
-    add_module,
-    all_modules,
-    loads_by_code,
-    reshard,
-)
+from ckptd.checkpoint.torch.state.modules import add_module, all_modules, loads_by_code, reshard
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
 from ckptd.checkpoint.torch.state.optimizers import (
     ParameterOwners,

@@ -28,12 +28,7 @@ from ckptd.base.torch.tensors import PLAIN
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
 from ckptd.checkpoint.torch.state.hosted import HOSTED, HostedOptimizer
-from ckptd.checkpoint.torch.state.leaves import (
-    PerRank,
-    SavedNames,
-    StatePlace,
-    put_nothing,
-)
+from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace, put_nothing
 from ckptd.checkpoint.torch.state.objects import DICTS, replace_in_place
 from ckptd.errors import UsageError
 
