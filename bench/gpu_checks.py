@@ -1154,8 +1154,58 @@ def published(folder: str, nbytes: int, simulated: bool) -> dict[str, Any]:
     return {"plain_copy_gb_s": plain, "near_share": near / (steps * nbytes), **figures}
 
 
+ROW = 1 << 16
+"""Elements of a row, whose places take two bytes each."""
+
+
+def found_on_device(old: Any, new: Any, weights: Any) -> tuple[Any, ...]:
+    """Return on the host what makes the older elements the newer ones, and sums that prove these.
+
+    Changed elements of each row, their places and values, the rows of which more than half
+    changed, and two sums of the words of each 256 KiB.
+    """
+    import torch
+
+    rows = new.view(-1, ROW)
+    differs = rows != old.view(-1, ROW)
+    counts = differs.sum(1, dtype=torch.int32)
+    per = counts.cpu()
+    few, many = (per > 0) & (per <= ROW // 2), per > ROW // 2
+    places = differs[few.to(DEVICE)].view(-1).nonzero().squeeze(1)
+    values = rows[few.to(DEVICE)].view(-1)[places]
+    words = new.view(torch.int64).view(-1, len(weights))
+    sums = torch.stack((words.sum(1), (words * weights).sum(1)))
+    low = (places % ROW - ROW // 2).to(torch.int16)
+    return tuple(x.cpu().numpy() for x in (per, low, values, rows[many.to(DEVICE)], sums))
+
+
+def patched(slot: Any, found: tuple[Any, ...]) -> None:
+    """Make the older elements the newer ones, on the host."""
+    import numpy as np
+
+    per, low, values, whole, _ = found
+    few = np.flatnonzero((per > 0) & (per <= ROW // 2))
+    at = np.repeat(few * ROW + ROW // 2, per[few])
+    at += low
+    slot[at] = values
+    slot.reshape(-1, ROW)[per > ROW // 2] = whole
+
+
+def proved(slot: Any, found: tuple[Any, ...], weights: Any) -> bool:
+    """Tell whether the host has what the device had."""
+    import numpy as np
+
+    words = slot.view(np.int64).reshape(-1, len(weights))
+    sums = words.sum(1), np.einsum("ij,j->i", words, weights)
+    return all(map(np.array_equal, sums, found[-1]))
+
+
 def changes(run: Run) -> None:
-    """Find what changed on the device, beside bringing all of it to the host and comparing."""
+    """Find what changed on the device, and patch a slot, beside bringing all of it to the host.
+
+    The slot is patched and proved as it would have to be for workers of the host, and both
+    versions are compared as the server does.
+    """
     import numpy as np
     import torch
 
@@ -1164,28 +1214,27 @@ def changes(run: Run) -> None:
     from ckptd.publish.blocks import BLOCK_BYTES
     from ckptd.publish.deltas import changed
 
-    count = run.size(1.07) // 2
-    old = values_of(1, count)
-    was = old.cpu()
-    pinned = torch.zeros(count, dtype=torch.int16, pin_memory=True)
     # In pieces: the places of a whole large tensor would take eight bytes an element.
-    piece = min(count, 1 << 26)
+    piece = 2 * ROW if run.simulated else 1 << 26
+    count = max(1, run.size(1.07) // 2 // piece) * piece
+    old = values_of(1, count)
+    was = old.cpu().numpy()
+    pinned = torch.zeros(count, dtype=torch.int16, pin_memory=True)
+    weights = torch.arange(BLOCK_BYTES // 8, device=DEVICE) * 0x9E3779B97F4A7C1 | 1
+    pieces = [slice(first, first + piece) for first in range(0, count, piece)]
     run.report(state_gb=2 * count / GB, native=copier.copies_natively())
-    for percent in (0.1, 1.0, 4.5, 30.0):
+    for percent in (0.0, 0.1, 1.0, 4.5, 30.0, 100.0):
         new = old.clone()
-        every = round(100 / percent)
-        new[::every] ^= 1
-        at: list[float] = []
-        both: list[Any] = []
+        for one in pieces:
+            at = torch.arange(one.start, one.stop, device=DEVICE) * round(10 * percent)
+            new[one] ^= (at % 1000 < round(10 * percent)).to(torch.int16)
+        del at
+        seconds: list[float] = []
         for _ in range(3):
             torch.cuda.synchronize()
             began = time.perf_counter()
-            both.clear()
-            for first in range(0, count, piece):
-                one = slice(first, first + piece)
-                places = (new[one] != old[one]).nonzero().squeeze(1)
-                both.append((first, places.to(torch.int32).cpu(), new[one][places].cpu()))
-            at.append(time.perf_counter() - began)
+            both = [found_on_device(old[one], new[one], weights) for one in pieces]
+            seconds.append(time.perf_counter() - began)
         whole = []
         for _ in range(3):
             torch.cuda.synchronize()
@@ -1193,26 +1242,36 @@ def changes(run: Run) -> None:
             pinned.copy_(new, non_blocking=True)
             torch.cuda.synchronize()
             whole.append(time.perf_counter() - began)
-        made = was.clone()
-        for first, places, values in both:
-            made[first + places.long()] = values
-        a, b = (x.numpy().view(np.uint8) for x in (was, pinned))
+        slot, on_host = was.copy(), weights.cpu().numpy()
+        began = time.process_time()
+        for one, found in zip(pieces, both, strict=True):
+            patched(slot[one], found)
+        patch = time.process_time() - began
+        began = time.process_time()
+        good = [proved(slot[one], f, on_host) for one, f in zip(pieces, both, strict=True)]
+        prove = time.process_time() - began
+        right = digest(slot.data) == digest(pinned.numpy().data)
+        slot[count // 2] ^= 64
+        shown = [proved(slot[one], f, on_host) for one, f in zip(pieces, both, strict=True)]
+        a, b = (x.view(np.uint8) for x in (was, pinned.numpy()))
         most = min(len(b), 256 << 20)
         began = time.process_time()
         for start in range(0, most, BLOCK_BYTES):
             block = b[start : start + BLOCK_BYTES]
             changed(a[start : start + BLOCK_BYTES], block, 2)
         compared = time.process_time() - began
-        crossed = sum(p.nbytes + v.nbytes for _, p, v in both)
         figures = {
-            "on_device_s": min(at),
-            "crossed_share": crossed / (2 * count),
+            "on_device_s": min(seconds),
+            "crossed_share": sum(x.nbytes for f in both for x in f) / (2 * count),
             "whole_to_host_s": min(whole),
-            "host_cpu_s": compared * len(b) / most,
-            "bytes_are_right": digest(made.numpy().data) == digest(pinned.numpy().data),
+            "patch_cpu_s": patch,
+            "prove_cpu_s": prove,
+            "compare_cpu_s": compared * len(b) / most,
+            "bytes_are_right": right and all(good),
+            "damage_is_found": shown.count(False) == 1,
         }
         run.report(**{f"changed_{percent}_percent": figures})
-        if not figures["bytes_are_right"]:
+        if not (figures["bytes_are_right"] and figures["damage_is_found"]):
             raise RuntimeError(f"{percent} % changed: the delta does not make the new bytes")
 
 

@@ -81,7 +81,7 @@ CHECKS: dict[str, Check] = {
     "abort-watchdog": Check(2, 30, "as a session, PyTorch's watchdog left on", "NCCL"),
     "session": Check(2, 140, "a rank killed, five times: seconds, locked and free memory"),
     "recorder": Check(2, 100, "us of the host a call, by Python and natively"),
-    "changes": Check(2, 35, "find what changed on the device, beside all of it on the host"),
+    "changes": Check(2, 35, "find what changed on the device, patch a slot; beside a copy of all"),
     "zygote": Check(3, 40, "is a process that has imported torch safe to fork; first kernel"),
     "graphs": Check(3, 45, "captures while a save is copied, in each mode; replays that ask"),
     "assert": Check(3, 40, "an assert in a kernel: what a save under way says"),

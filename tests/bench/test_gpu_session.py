@@ -210,7 +210,10 @@ class TestOnASimulatedDevice:
         assert figures["restore"]["memory_from"] == ["memory"]
         assert figures["restore"]["files_wrong"] == 0
         found_changes = [v for k, v in figures["changes"].items() if k.startswith("changed_")]
-        assert [f["bytes_are_right"] for f in found_changes] == [True] * 4
+        assert [f["bytes_are_right"] and f["damage_is_found"] for f in found_changes] == [True] * 6
+        shares = [f["crossed_share"] for f in found_changes]
+        assert shares == sorted(shares)
+        assert shares[2] == pytest.approx(0.02, abs=0.001)  # two bytes of place, two of value
         assert figures["memory"]["clones"]["right"]
         assert figures["memory"]["locks"]["locked"] == 0
 
