@@ -75,6 +75,7 @@ from ckptd.checkpoint.torch.state.restore import (
     unchanged,
     without_place,
 )
+from ckptd.checkpoint.torch.state.rng import RngStreams
 from ckptd.decoding import converter, json_decoder
 from ckptd.errors import (
     CkptdError,
@@ -1140,9 +1141,10 @@ def _by_tier(read: Mapping[str, int], memory: int) -> Mapping[str, int]:
 def _tell_followers(leaves: Leaves, per_rank: Mapping[str, Any], step: int) -> None:
     """Tell the values that ask for it what was loaded."""
     put = [leaves.per_rank[n] for n, value in per_rank.items() if not isinstance(value, Dropped)]
+    streams = [RngStreams.now()] if any(leaf.random for leaf in put) else []
     for leaf in put:
         if leaf.follower is not None:
-            leaf.follower.loaded(step, streams=any(other.random for other in put))
+            leaf.follower.loaded(step, streams)
 
 
 def _tell_read(read: ReadReport, begun_ns: int) -> None:

@@ -145,7 +145,7 @@ class Batches(OfOneProcess):
         self._turn: object = None
         self._goes_on = False
         self._led_back = False
-        self._outside: RngStreams | None = None
+        self._outside: list[RngStreams] = []
         self._form: str | None = None
         self._changed = False
         self._marks: deque[_Position] = deque(maxlen=ahead)
@@ -257,9 +257,8 @@ class Batches(OfOneProcess):
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Use the random streams of these batches within the context."""
-        if self._outside is not None:
-            self._outside.set()
-            self._outside = None
+        if self._outside:
+            self._outside.pop().set()
         own = self._own()
         if self._ahead:
             self._marks.append(self._now())
@@ -462,18 +461,21 @@ class Batches(OfOneProcess):
     def saved(self, step: int) -> None:
         """Note that a save of `step` holds the position; warn where `ahead` cannot be right."""
         self._pace.saved(step, self._since_load)
+        if step > self._pace.begin:
+            self._outside.clear()  # a step was made since the load, and what it drew counts
 
-    def loaded(self, step: int, *, streams: bool) -> None:
+    def loaded(self, step: int, streams: list[RngStreams]) -> None:
         """Note that all of `step` was loaded.
 
         Parameters
         ----------
         streams
-            Whether the global random streams were: then they are set again when the first batch is
-            taken, so that what the program draws until then shifts nothing.
+            The global random streams, if they were loaded: they are set again when the first batch
+            of all that share this list is taken, so that what the program draws until then shifts
+            nothing.
         """
         self._pace = _Pace(self._ahead, step)
-        self._outside = RngStreams.now() if streams else None
+        self._outside = streams
 
     def shared_out(self, states: list[Any]) -> dict[str, Any]:
         """Return this rank's position, from those that another number of ranks saved.
@@ -539,7 +541,7 @@ class _Pace:
 
     def __init__(self, ahead: int, step: int = 0) -> None:
         self._ahead = ahead
-        self._begin = step
+        self.begin = step
         self._seen: list[tuple[int, int]] = []
         self._over = False
 
@@ -557,7 +559,7 @@ class _Pace:
 
     def _look(self, step: int, drawn: int, steps: int, taken: int) -> None:
         each, rest = divmod(taken, steps)
-        found = drawn - each * (step - self._begin)
+        found = drawn - each * (step - self.begin)
         if rest or not each or not 0 <= found <= 64 or found == self._ahead:
             return
         _log.warning(
@@ -622,6 +624,7 @@ def _kind_of(source: Any) -> _Kind:
 
 def _parts(loader: Any) -> list[Any]:
     """Return the loader, what it is made of, as far as it tells, and its data set."""
+    names = ("sampler", "batch_sampler", "base_dataloader")
     found: dict[int, Any] = {}
     left = [loader]
     while left:
@@ -629,9 +632,7 @@ def _parts(loader: Any) -> list[Any]:
         if part is not None and id(part) not in found:
             found[id(part)] = part
             # Frameworks put samplers into samplers, to share batches out among ranks.
-            left += [
-                getattr(part, n, None) for n in ("sampler", "batch_sampler", "base_dataloader")
-            ]
+            left += [getattr(part, name, None) for name in names]
     data = getattr(loader, "dataset", None)
     return [*found.values(), *([] if data is None else [data])]
 
@@ -640,10 +641,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
     names = ("generator", "synchronized_generator")
     found = [getattr(part, name, None) for part in _parts(loader) for name in names]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def _state_of(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
 
 
 def _digest(batch: Any) -> str:
@@ -723,7 +720,7 @@ def _after_opening(own: OwnStreams, at: _Position) -> RngStreams:
 
 def _begin(loader: Any) -> dict[str, Any]:
     """Return what else decides which batches come, if an epoch begins now."""
-    states = tuple(_state_of(g) for g in _generators(loader))
+    states = tuple(g.get_state().numpy().tobytes() for g in _generators(loader))
     return {"generators": states, "reused": getattr(loader, "_iterator", None) is not None}
 
 

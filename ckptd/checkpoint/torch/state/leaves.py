@@ -389,8 +389,8 @@ class Follower(Protocol):
     def saved(self, step: int) -> None:
         """Note that its value was taken for a save of `step`."""
 
-    def loaded(self, step: int, *, streams: bool) -> None:
-        """Note that all of `step` was loaded, and whether global random streams were."""
+    def loaded(self, step: int, streams: list[Any]) -> None:
+        """Note that all of `step` was loaded, and the global random streams, if these were."""
 
 
 class PerRankLeaf(msgspec.Struct):

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 import ckptd
 from ckptd.checkpoint.torch.state.flatten import flatten
-from ckptd.checkpoint.torch.state.rng import Rng
+from ckptd.checkpoint.torch.state.rng import Rng, RngStreams
 from ckptd.elastic import ElasticSampler, Schedule, keyed_generator
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from tests.checkpoint.torch.bridge import give, take
@@ -167,7 +167,7 @@ def test_a_program_that_is_begun_anew_goes_on_as_though_it_had_not_ended(
     for _ in range(more):  # what a warm-up before the load takes is taken back
         next(again.data)
     give(taken, again.state)
-    again.data.loaded(before, streams=True)
+    again.data.loaded(before, [RngStreams.now()])
     for _ in range(setup):
         iter(DataLoader(Plain()))
         torch.rand(())
@@ -234,6 +234,35 @@ def test_two_of_the_same_take_different_batches() -> None:
     Rng().reseed(3)
     one, other = ckptd.Batches(a_function), ckptd.Batches(a_function)
     assert next(one) != next(other)
+
+
+@pytest.mark.parametrize("begins", [2, 3, 5, 8])
+@pytest.mark.parametrize("killed", [1, 3, 4])
+def test_batches_that_begin_later_leave_what_was_drawn(
+    begins: int, killed: int, tmp_path: Path
+) -> None:
+    """Of several, the first batch of one alone follows the load; a step was made before others."""
+
+    def run(seed: int, root: Path, last: int) -> list[Any]:
+        Rng().reseed(seed)
+        train, late = (ckptd.Batches(DataLoader(Noisy(), 3, shuffle=True)) for _ in range(2))
+        state = {"train": train, "late": late, "rng": Rng()}
+        found = []
+        with ckptd.Checkpointer(root, every=1, keep=1) as ck:
+            start = ck.load(state) if ck.latest() is not None else 0
+            torch.rand(start if begins != 8 else 0)  # a warm-up shifts nothing if a batch follows
+            for step in range(start + 1, last + 1):
+                made = [listed(next(train))] if begins != 8 else []
+                drawn = float(torch.rand(())), random.random(), float(np.random.rand())
+                if step >= begins and step % begins != 1:
+                    made.append(listed(next(late)))
+                found.append((made, drawn))
+                ck.save(step, state)
+        return found
+
+    wanted = run(3, tmp_path / "whole", 10)
+    assert run(3, tmp_path / "root", killed) == wanted[:killed]
+    assert run(4, tmp_path / "root", 10) == wanted[killed:]
 
 
 def test_the_streams_come_back_when_a_function_fails() -> None:
@@ -408,7 +437,7 @@ def test_batches_ahead_that_are_not_said_are_told_of(
     ahead: int, said: int, origin: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = ckptd.Batches(a_function, ahead=said)
-    data.loaded(origin, streams=False)
+    data.loaded(origin, [])
     for _ in range(ahead):
         next(data)
     for step in range(origin + 1, origin + 12):
