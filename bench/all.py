@@ -29,6 +29,7 @@ SAVING = ("ckptd/checkpoint", "ckptd/base", "ckptd/store")
 PEERS = '"ckptd,torch.save,DCP save,DCP async thread,DCP async process async staging'
 RESTARTS = "--system ckptd-run --system ckptd-run-watched --system ckptd-session"
 RESTARTS += " --system ckptd-torchrun --system torchrun --system torchrun-tuned"
+RESTARTS += " --case kill-worker --case lose-node --case lose-store-host --case restart"
 HEADLINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "first": ("first.py --reps 5", SAVING),
     "save_load": (

@@ -26,10 +26,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
-from ckptd.checkpoint.torch.data.facts import batch_form, batches_of, changes, facts_of
+from ckptd.checkpoint.torch.data.facts import (
+    batch_digest,
+    batch_form,
+    batches_of,
+    changes,
+    facts_of,
+    saved_digest,
+)
 from ckptd.checkpoint.torch.data.keyed import keyed_seed
 from ckptd.checkpoint.torch.data.sampler import ElasticSampler, rank_and_world
-from ckptd.checkpoint.torch.replicas import sample_digest
 from ckptd.checkpoint.torch.state.leaves import derive_seed
 from ckptd.checkpoint.torch.state.rng import OwnStreams, RngStreams
 from ckptd.errors import CorruptError, MismatchError, UsageError
@@ -234,7 +240,7 @@ class Batches(OfOneProcess):
 
     def _took(self, batch: Any) -> Any:
         at = self._at
-        last = _digest(batch) if self._kind == "loader" else ""
+        last = batch_digest(batch) if self._kind == "loader" else ""
         if self._kind == "function":
             self._look_at(batch_form(batch))
         self._at = replace(at, drawn=at.drawn + 1, taken=(at.taken or 0) + 1, last=last)
@@ -326,7 +332,7 @@ class Batches(OfOneProcess):
         for _ in range(skip):
             if (batch := next(inner, _END)) is _END:
                 raise _ended(f"fewer than {skip} batches", at.epoch)
-        if skip and at.last and at.last != _digest(batch) and not self._changed:
+        if skip and at.last and at.last != batch_digest(batch) and not self._changed:
             _log.warning(
                 "batches differ when they are fetched again, so this resume is not exact: the data "
                 "has other samples, or the loader draws from a random stream that ckptd does not "
@@ -643,16 +649,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def _digest(batch: Any) -> str:
-    """Return a digest of samples of the tensors of a batch that are on the host."""
-    if isinstance(batch, torch.Tensor):
-        plain = batch.device.type == "cpu" and batch.layout is torch.strided
-        return sample_digest(batch) if plain else ""
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    return "".join(map(_digest, batch[:8])) if isinstance(batch, list | tuple) else ""
-
-
 def _set_epoch(loader: Any, epoch: int) -> None:
     for part in {id(part): part for part in _parts(loader)}.values():
         if callable(function := getattr(part, "set_epoch", None)):
@@ -686,7 +682,7 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             generators=tuple(bytes(raw) for raw in state["generators"]),
             reused=bool(state["reused"]),
             inner=state["inner"],
-            last=str(state["last"]),
+            last=saved_digest(str(state["last"])),
         )
     except (LookupError, TypeError, ValueError) as error:
         raise CorruptError(

@@ -1,4 +1,4 @@
-"""Facts of a data set that are compared at a resume: length, samples, sampler, batch size.
+"""Facts of data that are compared at a resume: length, samples, sampler, batch size, a batch.
 
 In it: how many samples are digested; words of the error.
 
@@ -7,7 +7,9 @@ A position is a count, or the loader's own state, and fits any data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,11 @@ from ckptd.checkpoint.torch.replicas import sample_digest
 _NUMBERS = ("seed", "shuffle", "replacement", "drop_last")
 """Of a sampler, where they are plain numbers: what decides on its order."""
 _SAMPLES = 8
+_MOST = 64
+"""Values of a batch that are digested at its top; a quarter of that, and so on, below."""
+_DEEPEST = 6
+_DIGEST = "2:"
+"""How digests of batches begin. Those of older checkpoints, of tensors alone, are of no use."""
 _WORDS = {
     "loader": "the loader",
     "dataset": "the data set",
@@ -79,6 +86,36 @@ def batch_form(batch: Any) -> str:
     if isinstance(batch, list | tuple):
         return f"({', '.join(map(batch_form, batch[:8]))})"
     return type(batch).__name__
+
+
+def batch_digest(batch: Any) -> str:
+    """Return a digest of samples of a batch: of tensors on the host, arrays, text and numbers.
+
+    They may lie in dictionaries, lists, tuples and dataclasses. Of other objects nothing is known.
+    """
+    found = "".join(_values(batch, 0))
+    return f"{_DIGEST}{digest_hex(found.encode())}" if found else ""
+
+
+def saved_digest(digest: str) -> str:
+    """Return a digest that was saved if it can be compared; else an empty one."""
+    return digest if digest.startswith(_DIGEST) else ""
+
+
+def _values(value: Any, depth: int) -> Iterator[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name, None) for field in fields(value)]
+    elif isinstance(value, dict | UserDict):  # another mapping may make its values now
+        value = list(value.values())
+    elif isinstance(value, np.ndarray | np.generic):
+        step = max(1, value.size // 1024)
+        value = list(value.flat[:_MOST]) if value.dtype.hasobject else value.flat[::step].tobytes()
+    if not isinstance(value, list | tuple):
+        yield digest_hex(value) if type(value) is bytes else _piece(value)
+    elif depth < _DEEPEST:
+        step = -(-len(value) // max(4, _MOST >> 2 * depth)) or 1
+        for inner in value[::step]:
+            yield from _values(inner, depth + 1)
 
 
 def _plain(part: Any, name: str) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.utils.data import (
 )
 
 import ckptd
+from ckptd.checkpoint.torch.data.facts import batch_digest
 from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.checkpoint.torch.state.rng import Rng, RngStreams
 from ckptd.elastic import ElasticSampler, Schedule, keyed_generator
@@ -493,6 +496,84 @@ def test_batches_that_come_out_otherwise_are_told_of(
     give(take({"data": batches}), {"data": again})
     next(again)
     assert ("batches differ when they are fetched again" in caplog.text) == (seed == 2)
+
+
+@dataclass
+class Held:
+    """A batch as a program of its own may have it."""
+
+    values: Any
+    later: Any = field(init=False)
+
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "tensor": torch.tensor,
+    "numpy": np.array,
+    "objects": lambda b: np.array([str(x) for x in b], dtype=object),
+    "scalars": lambda b: [np.int64(x) for x in b],
+    "text": lambda b: [f"text {x}" for x in b],
+    "numbers": list,
+    "number": lambda b: float(sum(b)),
+    "bytes": bytes,
+    "like a dictionary": lambda b: UserDict(x=torch.tensor(b)),
+    "dataclass": lambda b: Held(torch.tensor(b)),
+    "dictionaries of text": lambda b: [{"t": str(x)} for x in b],
+    "beside a constant": lambda b: (torch.ones(3), [str(x) for x in b]),
+    "the tenth": lambda b: (*[torch.zeros(1)] * 9, torch.tensor(b)),
+    "the last of many": lambda b: {**dict.fromkeys(map(str, range(60)), 0), "x": np.array(b)},
+    "deep": lambda b: {"a": {"b": {"c": [torch.tensor(b)]}}},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_samples_of_any_form_are_told(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A digest that sees tensors alone says of text and arrays that they are the same."""
+
+    def batches(first: int) -> ckptd.Batches:
+        return ckptd.Batches(DataLoader(Offset(first), 3, collate_fn=FORMS[form], shuffle=True))
+
+    data, rng = batches(0), ckptd.Rng()
+    next(data), next(data)
+    saved = take({"data": data, "rng": rng})
+    for first in (0, 50):
+        again = batches(first)
+        give(saved, {"data": again, "rng": ckptd.Rng()})
+        next(again)
+        assert ("batches differ when they are fetched again" in caplog.text) == (first == 50)
+
+
+class Offset(Dataset[int]):
+    """Numbers from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.first
+
+
+def test_a_position_of_before_is_not_compared_with_what_its_digest_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = ckptd.Batches(DataLoader(Offset(0), 3))
+    next(data)
+    state = data.state_dict()
+    assert state["last"]
+    again = ckptd.Batches(DataLoader(Offset(0), 3))
+    again.load_state_dict({**state, "last": "0123456789abcdef"})
+    next(again)
+    assert "fetched again" not in caplog.text
+
+
+def test_a_batch_that_holds_itself_or_objects_is_no_obstacle() -> None:
+    round_: list[Any] = [1]
+    round_.append(round_)
+    assert batch_digest(round_) == batch_digest(round_) != ""
+    assert batch_digest([object(), {1, 2}, None.__class__]) == ""
+    assert batch_digest([]) == batch_digest({}) == batch_digest(np.zeros((0, 3))[:0].tolist()) == ""
 
 
 class Shard(Sampler[list[int]]):
