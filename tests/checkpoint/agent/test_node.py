@@ -18,6 +18,7 @@ import pytest
 from ckptd.base.runtime.agentlink import AgentPlace, listen, locked, reach
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.agent.node import NodeAgent
+from ckptd.checkpoint.save import messages
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
 from ckptd.checkpoint.save.messages import AskEnd, AskStatus, visit
 from ckptd.checkpoint.save.tiers import TierSpec
@@ -412,7 +413,8 @@ def test_a_trainer_refuses_an_agent_of_another_version(root: str) -> None:
 def test_an_agent_refuses_a_trainer_of_another_version(
     monkeypatch: pytest.MonkeyPatch, root: str
 ) -> None:
-    monkeypatch.setattr("ckptd.checkpoint.save.client.PROTOCOL", 1)
+    hello = messages.WriterHello
+    monkeypatch.setattr(messages, "WriterHello", lambda *a, **k: hello(*a, **{**k, "protocol": 1}))
     job = NearJob(root)
     with pytest.raises(ProcessError, match="the trainer has another version of ckptd"):
         job.client.answer()
