@@ -37,7 +37,6 @@ from ckptd.base.runtime.ranks import Board, error_fields, posted
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.base.torch.tensors import dtype_name
-from ckptd.checkpoint.format.names import check_step
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot
 from ckptd.checkpoint.torch.feed import CopyStep
@@ -405,8 +404,6 @@ class Publisher(OfOneProcess, Closing):
 
         Raises
         ------
-        UsageError
-            The step is no integer of 0 or more.
         CkptdError
             On the first call, on every rank: the layout does not fit. Later: the state has other
             tensors than at first, a rank failed, or a server is gone.
@@ -414,7 +411,6 @@ class Publisher(OfOneProcess, Closing):
         if self._closed:
             raise UsageError("the publisher is closed", kind="closed")
         not_at_exit("publish")
-        step = check_step(step)
         begun_ns = events.now_ns()
         if is_capturing():
             raise captured("publish")
@@ -507,7 +503,7 @@ class Publisher(OfOneProcess, Closing):
         while True:
             self._not_lost()
             found = self._client.place(self._number, step)
-            if found.slot >= 0 or not time.monotonic() < end:  # also if that is not a number
+            if found.slot >= 0 or time.monotonic() >= end:
                 return found
             if self._client.silent:
                 self._begin_share(self._number + 1)  # the one before was given up
