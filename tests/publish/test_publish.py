@@ -44,6 +44,7 @@ from ckptd.publish.messages import (
     PublishedAbout,
     PublishedTensor,
     SetTensors,
+    SlotAnswer,
     SlotMemory,
     VersionSealed,
     VersionWhole,
@@ -457,6 +458,17 @@ def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Publisher(WHOLE, "tcp://127.0.0.1:0", "short")
     assert "the secret has the wrong length" in caught.value.message
+    numbers: list[dict[str, Any]] = [
+        {"slots": 1},
+        {"slots": 2.5},
+        {"slots": "3"},
+        {"lease_s": -1},
+        {"lease_s": float("nan")},
+        {"budget_bytes": -1},
+    ]
+    for number in numbers:
+        with pytest.raises(UsageError):
+            ckptd.Publisher(WHOLE, tmp_path / "at", **number)
     with ckptd.Publisher(WHOLE, tmp_path / "at", budget_bytes=1000) as publisher:
         with pytest.raises(UsageError) as caught:
             publisher.publish(1, {"model": whole(1)})
@@ -473,6 +485,19 @@ def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
         assert "the state's tensors differ from those of the first publish" in caught.value.message
         # The slot of step 2 is free.
         assert publisher.publish(3, {"model": whole(1)}).wait(PATIENCE_S)
+        for step in ("x", 1.5, -3, True, 2**70, None):  # the server would end at what is no integer
+            with pytest.raises(UsageError, match="invalid step"):
+                publisher.publish(step, {"model": whole(1)})  # type: ignore[arg-type]
+        at = np.int64(1796000000000)  # milliseconds since 1970, as of verl
+        last = publisher.publish(at, {"model": whole(1)})  # type: ignore[arg-type]
+        assert (last.step, last.wait(PATIENCE_S)) == (at, True)
+
+
+def test_no_number_is_no_wait_for_a_slot(tmp_path: Path) -> None:
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        none = SlotAnswer(2, -1, False, "no slot is free")
+        publisher._client.place = lambda number, step: none  # type: ignore[method-assign]
+        assert publisher._placed(2, float("nan")).slot < 0
 
 
 def test_what_a_rank_sent_before_it_died_counts(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ class CommitName(msgspec.Struct, frozen=True, order=True):
         return f"{self.step:012d}-g{self.generation:08d}"
 
 
-def check_step(step: int) -> int:
-    """Return `step` as an int when it can be named; raise `UsageError` otherwise.
+def check_step(step: int, most: int = MAX_STEP) -> int:
+    """Return `step` as an int up to `most`, which can be named; raise `UsageError` otherwise.
 
     Integers of other types (numpy's, tensors of one integer) are steps as well; truth is none.
     """
@@ -71,9 +71,8 @@ def check_step(step: int) -> int:
     if type(step) is not int and not isinstance(step, bool):
         with suppress(TypeError, RuntimeError, ValueError):
             step = operator.index(step)
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        step = given
-        raise UsageError("invalid step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step))
+    if type(step) is not int or not 0 <= step <= most:
+        raise UsageError("invalid step", wanted=f"an int in [0, {most}]", found=repr(given))
     return step
 
 

@@ -37,6 +37,8 @@ from ckptd.base.runtime.ranks import Board, error_fields, posted
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.base.torch.tensors import dtype_name
+from ckptd.checkpoint.format.names import check_step
+from ckptd.checkpoint.root.policy import check_positive
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot
 from ckptd.checkpoint.torch.feed import CopyStep
@@ -83,6 +85,8 @@ _log = logging.getLogger("ckptd")
 _ALIGN = 64
 _DELTA_SHARE = 4
 """Of the memory of a slot, a part that the server keeps of what changed from version to version."""
+_MOST_STEP = (1 << 63) - 1
+"""Messages carry no larger integer. A step may count the milliseconds since 1970."""
 _KNOWN = 64
 """Versions of which it stays known whether they were whole; of those before, which were not."""
 _POLL_S = 0.02
@@ -206,7 +210,7 @@ class Publisher(OfOneProcess, Closing):
     Raises
     ------
     UsageError
-        The layout, the place or the secret is none. Fewer than two slots.
+        The layout, the place or the secret is none. Fewer than two slots; no time or memory.
     """
 
     inert = frozenset({"close", "abandon", "before_mutation", "__exit__"})
@@ -228,10 +232,13 @@ class Publisher(OfOneProcess, Closing):
         carrier: WeightCarrier | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        if slots < 2:
+        if type(slots) is not int or slots < 2:
             raise UsageError(
-                "a publisher needs at least two slots", wanted="at least 2", found=slots
+                "a publisher needs at least two slots", wanted="an int from 2 on", found=repr(slots)
             )
+        check_positive("lease_s", lease_s, (int, float))
+        if budget_bytes is not None:
+            check_positive("budget_bytes", budget_bytes, (int,))
         self._layout = layout
         self._slot_count = slots
         self._budget_bytes = budget_bytes
@@ -395,7 +402,7 @@ class Publisher(OfOneProcess, Closing):
         Parameters
         ----------
         step
-            What workers see as the version's step.
+            What workers see as the version's step; below 2**63.
         state
             As for `ckptd.relayout`: parameters that the layout names are published. Put the
             optimizer into it, if it is to wait by itself.
@@ -406,7 +413,7 @@ class Publisher(OfOneProcess, Closing):
         ------
         CkptdError
             On the first call, on every rank: the layout does not fit. Later: the state has other
-            tensors than at first, a rank failed, or a server is gone.
+            tensors than at first, a rank failed, or a server is gone. The step is no such integer.
         """
         if self._closed:
             raise UsageError("the publisher is closed", kind="closed")
@@ -417,6 +424,7 @@ class Publisher(OfOneProcess, Closing):
         problem: CkptdError | None = None
         leaves = Leaves()
         try:
+            step = check_step(step, _MOST_STEP)
             self._gate.check()
             leaves = self._flattener.flatten(state)
             leaves.refuse_wrapped("published")
@@ -436,11 +444,12 @@ class Publisher(OfOneProcess, Closing):
             publication = Publication(step, choice.number, choice.reason)
             if choice.slot < 0:
                 self._ends_share(choice.number)
+            if problem is not None:
+                raise problem
+            if choice.slot < 0:
                 self._emit(publication, begun_ns, 0)
                 if self._board.rank == 0:
                     _log.info("step %d is not published: %s", step, choice.reason)
-            elif problem is not None:
-                raise problem
             else:
                 self._copy(publication, choice, leaves, self._shape, begun_ns)
         except BaseException:
@@ -503,7 +512,7 @@ class Publisher(OfOneProcess, Closing):
         while True:
             self._not_lost()
             found = self._client.place(self._number, step)
-            if found.slot >= 0 or time.monotonic() >= end:
+            if found.slot >= 0 or not time.monotonic() < end:  # also if that is not a number
                 return found
             if self._client.silent:
                 self._begin_share(self._number + 1)  # the one before was given up

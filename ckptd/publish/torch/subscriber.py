@@ -340,7 +340,7 @@ class Subscriber(OfOneProcess, Closing):
                     "could not get the weights of step %d: %s", version.step, error.message
                 )
                 # Ranks that came at other times would part here.
-                if self._agreement.on_rank_zero("late", lambda: time.monotonic() >= end):
+                if self._agreement.on_rank_zero("late", lambda: not time.monotonic() < end):
                     return self._from_root(older=older)
                 time.sleep(_POLL_S)
                 continue
