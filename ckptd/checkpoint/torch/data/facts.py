@@ -107,8 +107,10 @@ def _values(value: Any, depth: int) -> Iterator[str]:
         value = [getattr(value, field.name, None) for field in fields(value)]
     elif isinstance(value, dict | UserDict):  # another mapping may make its values now
         value = list(value.values())
+    elif isinstance(value, str):
+        value = value.encode(errors="surrogatepass")
     elif isinstance(value, np.ndarray | np.generic):
-        step = max(1, value.size // 1024)
+        step = max(1, value.nbytes >> 14)
         value = list(value.flat[:_MOST]) if value.dtype.hasobject else value.flat[::step].tobytes()
     if not isinstance(value, list | tuple):
         yield digest_hex(value) if type(value) is bytes else _piece(value)

@@ -512,6 +512,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
     "objects": lambda b: np.array([str(x) for x in b], dtype=object),
     "scalars": lambda b: [np.int64(x) for x in b],
     "text": lambda b: [f"text {x}" for x in b],
+    "long text": lambda b: [f"{'.' * 9000}{x}" for x in b],
     "numbers": list,
     "number": lambda b: float(sum(b)),
     "bytes": bytes,
